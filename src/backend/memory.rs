@@ -1,0 +1,153 @@
+//! The line of one process, in its own memory.
+
+use std::{
+    sync::{Arc, PoisonError},
+    task::Waker,
+};
+
+use tokio::time::Instant;
+
+use super::{Backend, Outlook, Place, Snapshot};
+use crate::{
+    error::Cause,
+    queue::Ticket,
+    schedule::{Ask, DrainRate, FairOrder, Finished, Rules},
+    sync::Mutex,
+};
+
+/// The fair order under one lock. Units go from who releases to who is next while the lock is held, so there is no
+/// instant at which a newcomer could take what the head of the line waits for; wakers are called after.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    order: FairOrder<Arc<Ticket>>,
+    drain_rate: DrainRate,
+    started: Instant,
+    closed: Option<Cause>,
+}
+
+impl Memory {
+    pub(crate) fn new(rules: Rules) -> Self {
+        Self {
+            state: Mutex::new(State {
+                order: FairOrder::new(rules),
+                drain_rate: DrainRate::default(),
+                started: Instant::now(),
+                closed: None,
+            }),
+        }
+    }
+
+    /// Runs `change` under the lock, then grants what can be granted, then wakes.
+    ///
+    /// Nothing in here runs code of a user's, so a poisoned lock would mean a defect of this crate's; the
+    /// state is used on, since the other requests are worth more than the word of it.
+    fn change<R>(&self, change: impl FnOnce(&mut State, &mut Vec<Waker>) -> R) -> R {
+        let mut wake = Vec::new();
+        let result = {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let result = change(&mut state, &mut wake);
+            state.dispatch(&mut wake);
+            result
+        };
+        wake.into_iter().for_each(Waker::wake);
+        result
+    }
+}
+
+impl State {
+    /// Grants while the head of the line fits. A ticket that was decided otherwise in this instant takes nothing:
+    /// its units go to the next.
+    fn dispatch(&mut self, wake: &mut Vec<Waker>) {
+        while let Some(grant) = self.order.grant_next() {
+            if !grant.ticket.grant(grant.units, wake) {
+                let place = grant.place;
+                self.order.finish(place);
+            }
+        }
+    }
+
+    fn refuse_all(&mut self, places: Vec<(Place, Arc<Ticket>)>, cause: Cause, wake: &mut Vec<Waker>) {
+        for (place, ticket) in places {
+            ticket.refuse(cause, wake);
+            self.order.finish(place);
+        }
+    }
+}
+
+impl Backend for Memory {
+    fn enqueue(&self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool) -> Option<Place> {
+        self.change(|state, wake| {
+            let entered = match state.closed {
+                Some(cause) => Err(cause),
+                None => state.order.enqueue(ask, Arc::clone(ticket)),
+            };
+            let place = entered.map_err(|cause| ticket.refuse(cause, wake)).ok()?;
+            state.dispatch(wake);
+            if !wait && ticket.refuse(Cause::WouldWait, wake) {
+                state.order.finish(place);
+                return None;
+            }
+            Some(place)
+        })
+    }
+
+    fn finish(&self, place: Place) {
+        self.change(|state, _| {
+            if let Finished::Released(units) = state.order.finish(place) {
+                state.drain_rate.released(units, state.started.elapsed());
+            }
+        });
+    }
+
+    fn outlook(&self, ask: &Ask, place: Option<Place>) -> Outlook {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let position = match place {
+            Some(place) => state.order.position(place),
+            None => Some(state.order.position_of_next(ask)),
+        };
+        let Some(position) = position else { return Outlook::default() };
+        let now = state.started.elapsed();
+        let units = position.saturating_mul(ask.units().into());
+        Outlook { position: usize::try_from(position).ok(), estimate: state.drain_rate.time_for(units, now) }
+    }
+
+    fn resize(&self, capacity: u64) {
+        self.change(|state, wake| {
+            state.order.resize(capacity);
+            let refused = state.order.too_wide().map(|(place, ticket)| (place, Arc::clone(ticket))).collect();
+            state.refuse_all(refused, Cause::TooWide, wake);
+        });
+    }
+
+    fn close(&self, cause: Cause) {
+        self.change(|state, wake| {
+            state.closed = Some(cause);
+            let refused =
+                state.order.waiting_tickets().map(|(place, ticket)| (place, Arc::clone(ticket))).collect();
+            state.refuse_all(refused, cause, wake);
+        });
+    }
+
+    fn revoke(&self) {
+        self.change(|state, wake| {
+            for ticket in state.order.permits() {
+                ticket.revoke(wake);
+            }
+        });
+    }
+
+    fn snapshot(&self) -> Snapshot {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        Snapshot {
+            capacity: state.order.capacity(),
+            waiting: state.order.waiting(),
+            in_flight: state.order.in_flight(),
+            flows: state.order.flows(),
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! What a queue needs of the place where its line is kept.
+
+mod memory;
+
+use std::{fmt, sync::Arc, time::Duration};
+
+pub(crate) use self::memory::Memory;
+pub(crate) use crate::schedule::Place;
+use crate::{error::Cause, queue::Ticket, schedule::Ask};
+
+/// The keeper of one queue's line.
+///
+/// A backend decides tickets: [`Ticket::grant`] and [`Ticket::refuse`], at any time from within
+/// [`enqueue`](Self::enqueue) on. The requests' side decides the rest (deadline, drop) and then tells the backend
+/// with [`finish`](Self::finish). No call waits for anything but a short lock, so each may be made from a `Drop`, outside of
+/// a runtime, and under any executor.
+pub(crate) trait Backend: fmt::Debug + Send + Sync + 'static {
+    /// Puts a pending ticket in line and grants what can be granted. With `wait` false a ticket that is not granted at
+    /// once is refused.
+    ///
+    /// When this returns the ticket is granted, refused or in line. The place names it in `finish`; there is none
+    /// for a ticket that never stood in line.
+    fn enqueue(&self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool) -> Option<Place>;
+
+    /// Ends what the place names: a waiting ticket leaves the line, a permit's units go to the next in line.
+    /// Once it has ended this does nothing, so it is called by whoever cannot tell.
+    fn finish(&self, place: Place);
+
+    /// The position of a waiting ticket and the time to get there, as far as they are known.
+    fn outlook(&self, ask: &Ask, place: Option<Place>) -> Outlook;
+
+    /// Changes the capacity (`u64::MAX`: without bound) and grants or refuses what follows from it.
+    fn resize(&self, capacity: u64);
+
+    /// Refuses all that wait and all that come, for `cause`. What is in flight is left alone.
+    fn close(&self, cause: Cause);
+
+    /// Asks everything in flight to end.
+    fn revoke(&self);
+
+    /// The queue's numbers at one instant.
+    fn snapshot(&self) -> Snapshot;
+}
+
+/// Where a ticket stands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Outlook {
+    pub(crate) position: Option<usize>,
+    pub(crate) estimate: Option<Duration>,
+}
+
+/// A queue's numbers at one instant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Snapshot {
+    /// `u64::MAX`: without bound.
+    pub(crate) capacity: u64,
+    pub(crate) waiting: u64,
+    pub(crate) in_flight: u64,
+    pub(crate) flows: usize,
+}

@@ -1,0 +1,205 @@
+//! The errors a user of this crate meets. They name no backend type.
+
+use std::{error::Error, fmt, time::Duration};
+
+/// A setting outside its bound: tells the field, the value given and the bound it broke.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConfigError {
+    field: &'static str,
+    value: String,
+    bound: String,
+}
+
+impl ConfigError {
+    pub(crate) fn new(field: &'static str, value: impl fmt::Display, bound: impl fmt::Display) -> Self {
+        Self { field, value: value.to_string(), bound: bound.to_string() }
+    }
+
+    /// The name of the field, as the builder's setter spells it.
+    #[must_use]
+    pub fn field(&self) -> &'static str {
+        self.field
+    }
+
+    /// The value that was given, as text.
+    #[must_use]
+    pub fn value(&self) -> &str {
+        &self.value
+    }
+
+    /// What the field accepts.
+    #[must_use]
+    pub fn bound(&self) -> &str {
+        &self.bound
+    }
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} must be {}, got {}", self.field, self.bound, self.value)
+    }
+}
+
+impl Error for ConfigError {}
+
+/// Why an ask got no permit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Cause {
+    /// The deadline passed while the ask waited, or had passed before it arrived.
+    TimedOut,
+    /// The queue already holds as many waiting tickets as it may.
+    QueueFull,
+    /// The ask's flow already holds as many waiting tickets as one flow may.
+    FlowFull,
+    /// The queue is closed or draining.
+    ShuttingDown,
+    /// The backend could not take the ask.
+    Unavailable,
+    /// The ask costs more than the capacity (or the flow's cap) and the queue refuses such asks.
+    TooWide,
+    /// No permit is free right now and the ask does not wait ([`FairQueue::try_acquire`]).
+    ///
+    /// [`FairQueue::try_acquire`]: crate::FairQueue::try_acquire
+    WouldWait,
+    /// The classifier refused the request.
+    Refused,
+}
+
+impl Cause {
+    /// Every cause, in the order of the variants.
+    pub(crate) const ALL: [Self; 8] = [
+        Self::TimedOut,
+        Self::QueueFull,
+        Self::FlowFull,
+        Self::ShuttingDown,
+        Self::Unavailable,
+        Self::TooWide,
+        Self::WouldWait,
+        Self::Refused,
+    ];
+
+    /// The cause as it stands in metric labels and in the default rejection's body: `timed_out`,
+    /// `queue_full`, `flow_full`, `shutting_down`, `unavailable`, `too_wide`, `would_wait` or
+    /// `refused`.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::TimedOut => "timed_out",
+            Self::QueueFull => "queue_full",
+            Self::FlowFull => "flow_full",
+            Self::ShuttingDown => "shutting_down",
+            Self::Unavailable => "unavailable",
+            Self::TooWide => "too_wide",
+            Self::WouldWait => "would_wait",
+            Self::Refused => "refused",
+        }
+    }
+
+    fn reason(self) -> &'static str {
+        match self {
+            Self::TimedOut => "no permit came free before the deadline",
+            Self::QueueFull => "the queue is full",
+            Self::FlowFull => "the flow has too many requests waiting",
+            Self::ShuttingDown => "the queue is shutting down",
+            Self::Unavailable => "the queue's backend is unavailable",
+            Self::TooWide => "the request costs more than the queue's capacity",
+            Self::WouldWait => "no permit is free",
+            Self::Refused => "the request was refused",
+        }
+    }
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.reason())
+    }
+}
+
+/// An ask that ended without a permit. It was never started, so asking again is safe.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AcquireError {
+    cause: Cause,
+    waited: Duration,
+    position: Option<usize>,
+    estimate: Option<Duration>,
+}
+
+impl AcquireError {
+    pub(crate) fn new(cause: Cause, waited: Duration) -> Self {
+        Self { cause, waited, position: None, estimate: None }
+    }
+
+    pub(crate) fn with_outlook(mut self, position: Option<usize>, estimate: Option<Duration>) -> Self {
+        (self.position, self.estimate) = (position, estimate);
+        self
+    }
+
+    /// Why no permit was granted.
+    #[must_use]
+    pub fn cause(&self) -> Cause {
+        self.cause
+    }
+
+    /// How long the ask stood in line; zero where it was refused at once.
+    #[must_use]
+    pub fn waited(&self) -> Duration {
+        self.waited
+    }
+
+    /// The place in line at the end, 1 being the next to be granted; for an ask that was refused at
+    /// once, the place it would have had. `None` where no place was known.
+    ///
+    /// Exact among requests of the same flow; over flows an estimate by weight that is never more than
+    /// the number waiting.
+    #[must_use]
+    pub fn position(&self) -> Option<usize> {
+        self.position
+    }
+
+    /// How long the queue would still take to reach [`position`](Self::position), at the rate at which
+    /// permits came back lately. `None` while none has come back yet.
+    #[must_use]
+    pub fn estimate(&self) -> Option<Duration> {
+        self.estimate
+    }
+
+    /// Whether the deadline ended the wait.
+    #[must_use]
+    pub fn is_timed_out(&self) -> bool {
+        self.cause == Cause::TimedOut
+    }
+
+    /// Whether a bound on waiting tickets, the queue's or the flow's, refused the ask.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        matches!(self.cause, Cause::QueueFull | Cause::FlowFull)
+    }
+
+    /// Whether the queue was closed or draining.
+    #[must_use]
+    pub fn is_shutting_down(&self) -> bool {
+        self.cause == Cause::ShuttingDown
+    }
+}
+
+impl fmt::Display for AcquireError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.cause.fmt(f)
+    }
+}
+
+impl Error for AcquireError {}
+
+/// The error a response body ends with when its permit was taken back before the body was complete:
+/// the grace of a drain was over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Revoked(pub(crate) ());
+
+impl fmt::Display for Revoked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the permit was revoked before the response was complete")
+    }
+}
+
+impl Error for Revoked {}

@@ -1,0 +1,127 @@
+//! The layer.
+
+use std::{fmt, future::Future, sync::Arc};
+
+use http::{Request, Response};
+use tower_layer::Layer;
+
+use super::{
+    Class, DefaultReject, FairQueueService, QueueAll, RejectAsyncFn, RejectFn, Rejection, RequestHead,
+};
+use crate::{config::FairQueueConfig, queue::FairQueue};
+
+/// Puts a queue in front of a service of HTTP requests.
+///
+/// All clones of a layer, and all services they make, share one queue: mounted on a router, a route and a method
+/// router it is still one capacity, and a request that meets it twice takes one permit. Two layers made apart are two
+/// queues.
+///
+/// A request is classified when the service is called, waits inside the response future, and is passed on to a clone
+/// of the inner service that is made ready after the grant. `poll_ready` is always ready and reserves nothing: what holds
+/// back is the line and its bound. The permit lives until the response body has ended or is dropped.
+///
+/// # Examples
+///
+/// ```
+/// use std::time::Duration;
+/// use axum::{Router, routing::post};
+/// use tower_fair_queue::{Ask, Class, FairQueueConfig, FairQueueLayer};
+///
+/// let config = FairQueueConfig::builder("chat").capacity(3).max_wait(Duration::from_secs(20)).build()?;
+/// let layer = FairQueueLayer::new(config).classify(|head| match head.uri().path() {
+///     "/healthz" => Class::Bypass,
+///     _ => Ask::new().flow(head.header("x-tenant").unwrap_or_default()).into(),
+/// });
+/// let app: Router = Router::new().route("/chat", post(|| async { "hello" })).layer(layer);
+/// # Ok::<(), tower_fair_queue::ConfigError>(())
+/// ```
+#[must_use = "a layer does nothing until it is applied to a service"]
+pub struct FairQueueLayer<C = QueueAll, R = DefaultReject> {
+    queue: FairQueue,
+    classify: Arc<C>,
+    reject: Arc<R>,
+}
+
+impl FairQueueLayer {
+    /// A layer over a new queue in this process's memory. It never fails, never blocks and needs no runtime.
+    pub fn new(config: FairQueueConfig) -> Self {
+        Self::with_queue(FairQueue::new(config))
+    }
+
+    /// A layer over a queue that is there already, for instance behind another layer that classifies otherwise.
+    pub fn with_queue(queue: FairQueue) -> Self {
+        Self { queue, classify: Arc::default(), reject: Arc::default() }
+    }
+}
+
+impl<C, R> FairQueueLayer<C, R> {
+    /// Decides by `classify` what each request is to the queue. Default [`QueueAll`].
+    ///
+    /// Any [`Classify`](super::Classify) can stand in for a closure: [`classify_with`](Self::classify_with).
+    pub fn classify<F>(self, classify: F) -> FairQueueLayer<F, R>
+    where
+        F: Fn(&RequestHead<'_>) -> Class,
+    {
+        self.classify_with(classify)
+    }
+
+    /// As [`classify`](Self::classify), for any classifier.
+    pub fn classify_with<D>(self, classify: D) -> FairQueueLayer<D, R> {
+        FairQueueLayer { queue: self.queue, classify: Arc::new(classify), reject: self.reject }
+    }
+
+    /// Answers a rejected request with what `reject` returns. It gets the whole request, body included. The default is
+    /// [`Rejection::response`].
+    ///
+    /// The response gets the rejection as an extension, unless it has one.
+    pub fn reject_with<F, ReqBody, ResBody>(self, reject: F) -> FairQueueLayer<C, RejectFn<F>>
+    where
+        F: Fn(Rejection, Request<ReqBody>) -> Response<ResBody>,
+    {
+        FairQueueLayer { queue: self.queue, classify: self.classify, reject: Arc::new(RejectFn::new(reject)) }
+    }
+
+    /// As [`reject_with`](Self::reject_with), with an asynchronous answer: it can read the body, or write the question to the
+    /// history, before it answers. It holds no permit and has no deadline but its own.
+    pub fn reject_with_async<F, Fut, ReqBody, ResBody>(self, reject: F) -> FairQueueLayer<C, RejectAsyncFn<F>>
+    where
+        F: Fn(Rejection, Request<ReqBody>) -> Fut,
+        Fut: Future<Output = Response<ResBody>>,
+    {
+        FairQueueLayer {
+            queue: self.queue,
+            classify: self.classify,
+            reject: Arc::new(RejectAsyncFn::new(reject)),
+        }
+    }
+
+    /// The queue: for its numbers, its capacity, and its end.
+    #[must_use]
+    pub fn queue(&self) -> &FairQueue {
+        &self.queue
+    }
+}
+
+impl<S, C, R> Layer<S> for FairQueueLayer<C, R> {
+    type Service = FairQueueService<S, C, R>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        FairQueueService::new(inner, self.queue.clone(), Arc::clone(&self.classify), Arc::clone(&self.reject))
+    }
+}
+
+impl<C, R> Clone for FairQueueLayer<C, R> {
+    fn clone(&self) -> Self {
+        Self {
+            queue: self.queue.clone(),
+            classify: Arc::clone(&self.classify),
+            reject: Arc::clone(&self.reject),
+        }
+    }
+}
+
+impl<C, R> fmt::Debug for FairQueueLayer<C, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FairQueueLayer").field("queue", &self.queue).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,172 @@
+//! Every metric: its name, unit, help and labels. No other file names the `metrics` crate.
+//!
+//! | metric | kind | labels | what it tells |
+//! |---|---|---|---|
+//! | `fairqueue_waiting_requests` | gauge | `queue` | requests parked in line in this process |
+//! | `fairqueue_in_flight_units` | gauge | `queue` | units held by permits of this process |
+//! | `fairqueue_capacity_units` | gauge | `queue` | the capacity; `+Inf` where there is no bound |
+//! | `fairqueue_requests_total` | counter | `queue`, `outcome` | asks ended: `granted`, `timed_out`, `cancelled`, `refused` |
+//! | `fairqueue_rejections_total` | counter | `queue`, `cause` | asks that got no permit, by [`Cause`] |
+//! | `fairqueue_granted_units_total` | counter | `queue` | units handed out |
+//! | `fairqueue_released_units_total` | counter | `queue` | units that came back |
+//! | `fairqueue_responses_total` | counter | `queue`, `outcome` | granted HTTP responses ended: `completed`, `aborted`, `failed`, `revoked` |
+//! | `fairqueue_bypassed_requests_total` | counter | `queue` | HTTP requests that the classifier let pass |
+//! | `fairqueue_wait_seconds` | histogram | `queue`, `outcome` | time from arrival to the end of the wait |
+//! | `fairqueue_hold_seconds` | histogram | `queue` | time from grant to release |
+//!
+//! Values come from what the requests of this process do, in the order in which one request does it, so no gauge
+//! is ever negative. No label holds anything a client chose.
+
+use std::time::Duration;
+
+use metrics::{Counter, Gauge, Histogram, Unit};
+
+use crate::error::Cause;
+
+/// How a wait ended, as the label `outcome` tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Waited {
+    Granted,
+    Cancelled,
+    Rejected(Cause),
+}
+
+/// How a granted response ended, as the label `outcome` tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    /// Everything was delivered.
+    Completed,
+    /// It was dropped before its end: the client left, or the server gave up.
+    Aborted,
+    /// The service or its body failed.
+    Failed,
+    /// The permit was taken back.
+    Revoked,
+}
+
+/// The handles of one queue. Taken from the recorder once, at the queue's first use.
+#[derive(Clone)]
+pub(crate) struct Metrics {
+    waiting: Gauge,
+    in_flight: Gauge,
+    capacity: Gauge,
+    granted: Outcome,
+    timed_out: Outcome,
+    cancelled: Outcome,
+    refused: Outcome,
+    rejections: [Counter; Cause::ALL.len()],
+    granted_units: Counter,
+    released_units: Counter,
+    responses: [Counter; 4],
+    bypassed: Counter,
+    hold: Histogram,
+}
+
+#[derive(Clone)]
+struct Outcome {
+    requests: Counter,
+    wait: Histogram,
+}
+
+impl Metrics {
+    pub(crate) fn new(queue: &str) -> Self {
+        describe();
+        let outcome = |outcome: &'static str| Outcome {
+            requests: metrics::counter!("fairqueue_requests_total", "queue" => queue.to_owned(), "outcome" => outcome),
+            wait: metrics::histogram!("fairqueue_wait_seconds", "queue" => queue.to_owned(), "outcome" => outcome),
+        };
+        let response = |outcome: &'static str| metrics::counter!("fairqueue_responses_total", "queue" => queue.to_owned(), "outcome" => outcome);
+        Self {
+            waiting: metrics::gauge!("fairqueue_waiting_requests", "queue" => queue.to_owned()),
+            in_flight: metrics::gauge!("fairqueue_in_flight_units", "queue" => queue.to_owned()),
+            capacity: metrics::gauge!("fairqueue_capacity_units", "queue" => queue.to_owned()),
+            granted: outcome("granted"),
+            timed_out: outcome("timed_out"),
+            cancelled: outcome("cancelled"),
+            refused: outcome("refused"),
+            rejections: Cause::ALL.map(|cause| {
+                metrics::counter!("fairqueue_rejections_total", "queue" => queue.to_owned(), "cause" => cause.as_str())
+            }),
+            granted_units: metrics::counter!("fairqueue_granted_units_total", "queue" => queue.to_owned()),
+            released_units: metrics::counter!("fairqueue_released_units_total", "queue" => queue.to_owned()),
+            responses: ["completed", "aborted", "failed", "revoked"].map(response),
+            bypassed: metrics::counter!("fairqueue_bypassed_requests_total", "queue" => queue.to_owned()),
+            hold: metrics::histogram!("fairqueue_hold_seconds", "queue" => queue.to_owned()),
+        }
+    }
+
+    pub(crate) fn capacity(&self, units: u64) {
+        #[expect(clippy::cast_precision_loss, reason = "a gauge is a double")]
+        self.capacity.set(if units == u64::MAX { f64::INFINITY } else { units as f64 });
+    }
+
+    pub(crate) fn parked(&self) {
+        self.waiting.increment(1.0);
+    }
+
+    pub(crate) fn unparked(&self) {
+        self.waiting.decrement(1.0);
+    }
+
+    pub(crate) fn waited(&self, how: Waited, time: Duration) {
+        let outcome = match how {
+            Waited::Granted => &self.granted,
+            Waited::Cancelled => &self.cancelled,
+            Waited::Rejected(cause) => {
+                if let Some(index) = Cause::ALL.iter().position(|&c| c == cause) {
+                    self.rejections[index].increment(1);
+                }
+                if cause == Cause::TimedOut { &self.timed_out } else { &self.refused }
+            }
+        };
+        outcome.requests.increment(1);
+        outcome.wait.record(time);
+    }
+
+    pub(crate) fn took(&self, units: u32) {
+        self.granted_units.increment(units.into());
+        self.in_flight.increment(f64::from(units));
+    }
+
+    pub(crate) fn gave_back(&self, units: u32, held: Duration) {
+        self.in_flight.decrement(f64::from(units));
+        self.released_units.increment(units.into());
+        self.hold.record(held);
+    }
+
+    pub(crate) fn responded(&self, how: Ended) {
+        let index = match how {
+            Ended::Completed => 0,
+            Ended::Aborted => 1,
+            Ended::Failed => 2,
+            Ended::Revoked => 3,
+        };
+        self.responses[index].increment(1);
+    }
+
+    pub(crate) fn bypassed(&self) {
+        self.bypassed.increment(1);
+    }
+}
+
+impl std::fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Metrics").finish_non_exhaustive()
+    }
+}
+
+fn describe() {
+    use metrics::{describe_counter, describe_gauge, describe_histogram};
+
+    describe_gauge!("fairqueue_waiting_requests", Unit::Count, "Requests parked in line in this process.");
+    describe_gauge!("fairqueue_in_flight_units", Unit::Count, "Units held by permits of this process.");
+    describe_gauge!("fairqueue_capacity_units", Unit::Count, "The queue's capacity in units.");
+    describe_counter!("fairqueue_requests_total", Unit::Count, "Asks ended, by outcome.");
+    describe_counter!("fairqueue_rejections_total", Unit::Count, "Asks that got no permit, by cause.");
+    describe_counter!("fairqueue_granted_units_total", Unit::Count, "Units handed out.");
+    describe_counter!("fairqueue_released_units_total", Unit::Count, "Units that came back.");
+    describe_counter!("fairqueue_responses_total", Unit::Count, "Granted HTTP responses ended, by outcome.");
+    describe_counter!("fairqueue_bypassed_requests_total", Unit::Count, "HTTP requests let pass the queue.");
+    describe_histogram!("fairqueue_wait_seconds", Unit::Seconds, "Time in line, by outcome.");
+    describe_histogram!("fairqueue_hold_seconds", Unit::Seconds, "Time from grant to release.");
+}

@@ -1,0 +1,210 @@
+//! The wait for a permit.
+
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use pin_project_lite::pin_project;
+use tokio::time::{Instant, Sleep, sleep_until};
+
+use super::{Held, Permit, Phase, Shared, Ticket};
+use crate::{
+    backend::Place,
+    error::{AcquireError, Cause},
+    metrics::Waited,
+    schedule::Ask,
+};
+
+pin_project! {
+    /// The future of [`FairQueue::acquire`](super::FairQueue::acquire).
+    #[derive(Debug)]
+    #[must_use = "futures do nothing unless polled"]
+    pub struct Acquire {
+        #[pin]
+        deadline: Option<Sleep>,
+        state: State,
+    }
+}
+
+#[derive(Debug)]
+enum State {
+    /// Not polled yet; the first poll takes the place in line.
+    New { shared: Arc<Shared>, ask: Ask },
+    /// In line, until it is granted, refused or past the deadline.
+    Waiting { waiting: Waiting },
+    /// The answer was given.
+    Done,
+}
+
+impl Acquire {
+    pub(crate) fn new(shared: Arc<Shared>, ask: Ask) -> Self {
+        Self { deadline: None, state: State::New { shared, ask } }
+    }
+}
+
+impl Future for Acquire {
+    type Output = Result<Permit, AcquireError>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut this = self.project();
+        if matches!(this.state, State::New { .. })
+            && let State::New { shared, ask } = std::mem::replace(this.state, State::Done)
+        {
+            let now = Instant::now();
+            let mut deadline = now + shared.config.max_wait;
+            if let Some(own) = ask.deadline {
+                deadline = deadline.min(own);
+            }
+            if deadline <= now {
+                // Too late before it came: no look at the backend.
+                let error = AcquireError::new(Cause::TimedOut, Duration::ZERO);
+                shared.metrics().waited(Waited::Rejected(Cause::TimedOut), Duration::ZERO);
+                return Poll::Ready(Err(error));
+            }
+            let mut waiting = match Waiting::enter(&shared, ask, now, true) {
+                Ok(waiting) => waiting,
+                Err(error) => return Poll::Ready(Err(error)),
+            };
+            if let Some(permit) = waiting.granted() {
+                return Poll::Ready(Ok(permit));
+            }
+            waiting.park();
+            this.deadline.set(Some(sleep_until(deadline)));
+            *this.state = State::Waiting { waiting };
+        }
+        let State::Waiting { waiting } = this.state else {
+            panic!("`Acquire` polled after it gave its answer");
+        };
+        // The grant is looked at first: one that comes with the deadline is not thrown away.
+        let answer = match waiting.ticket.poll_phase(cx) {
+            Phase::Pending => {
+                let sleep = this.deadline.as_mut().as_pin_mut().expect("a waiting ticket has its deadline");
+                ready!(sleep.poll(cx));
+                if waiting.ticket.time_out() { Err(Cause::TimedOut) } else { waiting.decided() }
+            }
+            _ => waiting.decided(),
+        };
+        let answer = waiting.end(answer);
+        this.deadline.set(None);
+        *this.state = State::Done;
+        Poll::Ready(answer)
+    }
+}
+
+pub(super) fn try_acquire(shared: &Arc<Shared>, ask: &Ask) -> Result<Permit, AcquireError> {
+    let now = Instant::now();
+    if ask.deadline.is_some_and(|deadline| deadline <= now) {
+        shared.metrics().waited(Waited::Rejected(Cause::TimedOut), Duration::ZERO);
+        return Err(AcquireError::new(Cause::TimedOut, Duration::ZERO));
+    }
+    let mut waiting = Waiting::enter(shared, ask.clone(), now, false)?;
+    Ok(waiting.granted().expect("an ask that does not wait is granted or refused when it enters"))
+}
+
+/// A ticket that its request still has a claim to. Dropped, it leaves the line, or hands on what it was given.
+#[derive(Debug)]
+struct Waiting {
+    shared: Arc<Shared>,
+    ask: Ask,
+    ticket: Arc<Ticket>,
+    place: Option<Place>,
+    since: Instant,
+    parked: bool,
+}
+
+impl Waiting {
+    fn enter(shared: &Arc<Shared>, ask: Ask, now: Instant, wait: bool) -> Result<Self, AcquireError> {
+        let ticket = Arc::new(Ticket::new());
+        let place = shared.backend.enqueue(&ask, &ticket, wait);
+        let waiting = Self { shared: Arc::clone(shared), ask, ticket, place, since: now, parked: false };
+        match waiting.ticket.phase() {
+            Phase::Refused(cause) => {
+                let mut waiting = waiting;
+                Err(waiting.rejected(cause))
+            }
+            Phase::Pending | Phase::Granted { .. } | Phase::Ended => Ok(waiting),
+        }
+    }
+
+    fn park(&mut self) {
+        self.parked = true;
+        self.shared.metrics().parked();
+    }
+
+    fn decided(&self) -> Result<u32, Cause> {
+        match self.ticket.phase() {
+            Phase::Granted { units } => Ok(units),
+            Phase::Refused(cause) => Err(cause),
+            Phase::Pending | Phase::Ended => {
+                unreachable!("only the request itself ends its ticket otherwise")
+            }
+        }
+    }
+
+    fn granted(&mut self) -> Option<Permit> {
+        match self.ticket.phase() {
+            Phase::Granted { units } => Some(self.permit(units)),
+            Phase::Pending | Phase::Refused(_) | Phase::Ended => None,
+        }
+    }
+
+    fn end(&mut self, answer: Result<u32, Cause>) -> Result<Permit, AcquireError> {
+        match answer {
+            Ok(units) => Ok(self.permit(units)),
+            Err(cause) => Err(self.rejected(cause)),
+        }
+    }
+
+    /// The permit takes over the claim.
+    fn permit(&mut self, units: u32) -> Permit {
+        let place = self.place.take().expect("a granted ticket has a place");
+        let now = if self.parked { Instant::now() } else { self.since };
+        let waited = now - self.since;
+        self.settle(Waited::Granted, waited);
+        self.shared.metrics().took(units);
+        Permit::new(Held {
+            shared: Arc::clone(&self.shared),
+            ticket: Arc::clone(&self.ticket),
+            place,
+            units,
+            since: now,
+            waited,
+        })
+    }
+
+    fn rejected(&mut self, cause: Cause) -> AcquireError {
+        let place = self.place.take();
+        let waited = if self.parked { self.since.elapsed() } else { Duration::ZERO };
+        let error = self.shared.rejection(&self.ask, place, cause, waited);
+        if let Some(place) = place {
+            self.shared.finish(place);
+        }
+        self.settle(Waited::Rejected(cause), waited);
+        error
+    }
+
+    fn settle(&mut self, how: Waited, waited: Duration) {
+        let metrics = self.shared.metrics();
+        if std::mem::take(&mut self.parked) {
+            metrics.unparked();
+        }
+        metrics.waited(how, waited);
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        // Taken by whoever ended the wait before.
+        let Some(place) = self.place.take() else { return };
+        // Cancelled or granted this instant: in both cases the backend is told, and it knows which.
+        if !self.ticket.cancel() {
+            self.ticket.end();
+        }
+        self.shared.finish(place);
+        self.settle(Waited::Cancelled, self.since.elapsed());
+    }
+}

@@ -1,0 +1,242 @@
+//! One queue as a process sees it.
+
+mod acquire;
+mod drain;
+mod permit;
+mod ticket;
+
+use std::{
+    collections::hash_map::RandomState,
+    fmt,
+    hash::BuildHasher,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio::sync::Notify;
+
+pub use self::{acquire::Acquire, drain::Drained, permit::Permit};
+pub(crate) use self::{
+    permit::Held,
+    ticket::{Phase, Ticket},
+};
+use crate::{
+    backend::{Backend, Memory, Place},
+    config::{FairQueueConfig, Limit},
+    error::{AcquireError, Cause, ConfigError},
+    metrics::Metrics,
+    schedule::{Ask, Rules},
+};
+
+/// A handle to one queue: asks for permits, reads and changes the queue. Clones are handles to the same queue.
+///
+/// The queue is used without HTTP like this, and behind a [`FairQueueLayer`](crate::FairQueueLayer) it is
+/// [`FairQueueLayer::queue`](crate::FairQueueLayer::queue).
+///
+/// # Examples
+///
+/// ```
+/// use tower_fair_queue::{Ask, FairQueue, FairQueueConfig};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let queue = FairQueue::new(FairQueueConfig::builder("reports").capacity(2).build()?);
+/// let permit = queue.acquire(Ask::new()).await?;
+/// assert_eq!(queue.stats().in_flight, 1);
+/// drop(permit);
+/// assert_eq!(queue.stats().in_flight, 0);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct FairQueue {
+    shared: Arc<Shared>,
+}
+
+pub(crate) struct Shared {
+    pub(crate) config: FairQueueConfig,
+    pub(crate) backend: Box<dyn Backend>,
+    metrics: OnceLock<Metrics>,
+    closed: AtomicBool,
+    /// Told of every ending once the queue is closed.
+    ended: Notify,
+    jitter: (RandomState, AtomicU64),
+}
+
+impl Shared {
+    pub(crate) fn metrics(&self) -> &Metrics {
+        self.metrics.get_or_init(|| {
+            let metrics = Metrics::new(&self.config.name);
+            metrics.capacity(self.backend.snapshot().capacity);
+            metrics
+        })
+    }
+
+    pub(crate) fn finish(&self, place: Place) {
+        self.backend.finish(place);
+        // Pairs with `close`: either this sees the flag, or whoever waits after `close` sees the units back.
+        if self.closed.load(Ordering::SeqCst) {
+            self.ended.notify_waiters();
+        }
+    }
+
+    pub(crate) fn rejection(
+        &self,
+        ask: &Ask,
+        place: Option<Place>,
+        cause: Cause,
+        waited: Duration,
+    ) -> AcquireError {
+        let outlook = self.backend.outlook(ask, place);
+        AcquireError::new(cause, waited).with_outlook(outlook.position, outlook.estimate)
+    }
+
+    /// A number from 0 up to and without 1, another one each time.
+    pub(crate) fn jitter(&self) -> f64 {
+        let (seed, counter) = &self.jitter;
+        let bits = seed.hash_one(counter.fetch_add(1, Ordering::Relaxed)) >> 40;
+        #[expect(clippy::cast_precision_loss, reason = "24 bits")]
+        let fraction = bits as f64 / (1_u64 << 24) as f64;
+        fraction
+    }
+}
+
+impl FairQueue {
+    /// Makes a queue kept in this process's memory. Needs no runtime, and starts no task.
+    #[must_use]
+    pub fn new(config: FairQueueConfig) -> Self {
+        let backend = Box::new(Memory::new(Rules::from(&config)));
+        Self {
+            shared: Arc::new(Shared {
+                config,
+                backend,
+                metrics: OnceLock::new(),
+                closed: AtomicBool::new(false),
+                ended: Notify::new(),
+                jitter: (RandomState::new(), AtomicU64::new(0)),
+            }),
+        }
+    }
+
+    /// Waits in line for a permit, until the ask's deadline or `max_wait`, whichever is earlier.
+    ///
+    /// The place in line is taken at the first poll. Needs a Tokio runtime with time enabled if it has to wait.
+    ///
+    /// # Errors
+    ///
+    /// [`AcquireError`] with its [`Cause`]: the deadline passed, a bound on waiting refused the ask, it is too wide, or
+    /// the queue is closed. The ask was never granted then.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future gives up the place in line; a grant that came in that instant goes to the next in line
+    /// (promises P5 and P6). Asking again means the end of the line.
+    pub fn acquire(&self, ask: Ask) -> Acquire {
+        Acquire::new(Arc::clone(&self.shared), ask)
+    }
+
+    /// Takes a permit if one can be granted now. It never passes those who wait.
+    ///
+    /// # Errors
+    ///
+    /// [`Cause::WouldWait`] where the ask would have to wait; otherwise as [`acquire`](Self::acquire).
+    #[expect(clippy::needless_pass_by_value, reason = "an ask is put to one queue once, as in `acquire`")]
+    pub fn try_acquire(&self, ask: Ask) -> Result<Permit, AcquireError> {
+        acquire::try_acquire(&self.shared, &ask)
+    }
+
+    /// The queue's numbers at one instant.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let snapshot = self.shared.backend.snapshot();
+        Stats {
+            capacity: u32::try_from(snapshot.capacity).map_or(Limit::Unlimited, Limit::AtMost),
+            in_flight: snapshot.in_flight,
+            waiting: snapshot.waiting,
+            flows: snapshot.flows,
+        }
+    }
+
+    /// Changes the capacity of the running queue. Raised, it grants what now fits at once. Lowered, nothing in flight is
+    /// touched and nothing is granted until what is in flight has come below it; waiting asks that are too wide
+    /// now are treated by [`TooWide`](crate::TooWide) at once.
+    ///
+    /// # Errors
+    ///
+    /// The capacity is 0. Nothing has changed.
+    pub fn set_capacity(&self, units: impl Into<Limit>) -> Result<(), ConfigError> {
+        let capacity = units.into().check("capacity")?.as_units();
+        self.shared.backend.resize(capacity);
+        self.shared.metrics().capacity(capacity);
+        Ok(())
+    }
+
+    /// Closes the queue for good: whoever waits or comes is refused with [`Cause::ShuttingDown`]. Permits in flight
+    /// are left alone. Closing twice is closing once.
+    pub fn close(&self) {
+        self.shared.closed.store(true, Ordering::SeqCst);
+        self.shared.backend.close(Cause::ShuttingDown);
+    }
+
+    /// Whether the queue is closed.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.shared.closed.load(Ordering::SeqCst)
+    }
+
+    /// Closes the queue and waits until everything in flight has ended (promise P11), for at most `grace`; then revokes
+    /// what is left and waits for at most a quarter of a second more.
+    ///
+    /// Revoking ends response bodies with an error, never as if they were complete, when they are next polled; other
+    /// holders are told by [`Permit::revoked`]. A body that its server does not poll, since its client has stopped
+    /// reading, stays until the server drops it, and is counted in what this returns.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future leaves the queue closed and revokes nothing. It may be called again.
+    pub async fn drain(&self, grace: Duration) -> Drained {
+        drain::drain(self, grace).await
+    }
+
+    /// The queue's name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.shared.config.name
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+}
+
+impl fmt::Debug for FairQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FairQueue")
+            .field("name", &self.name())
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").field("name", &self.config.name).finish_non_exhaustive()
+    }
+}
+
+/// A queue's numbers at one instant, all read under one lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stats {
+    /// The capacity, in units.
+    pub capacity: Limit,
+    /// Units granted and not released.
+    pub in_flight: u64,
+    /// Tickets parked.
+    pub waiting: u64,
+    /// Flows of which something waits or runs.
+    pub flows: usize,
+}

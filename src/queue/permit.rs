@@ -1,0 +1,82 @@
+//! A granted ticket's units.
+
+use std::{future::poll_fn, sync::Arc, task::Poll, time::Duration};
+
+use tokio::time::Instant;
+
+use super::{Shared, Ticket};
+use crate::backend::Place;
+
+/// Units of a queue's capacity, held until this is dropped (promise P6): the drop hands them to the next in line at once,
+/// on any thread, inside or outside of a runtime, also while unwinding from a panic.
+#[derive(Debug)]
+#[must_use = "a permit is released when it is dropped"]
+#[clippy::has_significant_drop]
+pub struct Permit {
+    held: Held,
+}
+
+impl Permit {
+    pub(super) fn new(held: Held) -> Self {
+        Self { held }
+    }
+
+    /// How many units are held: the ask's cost, or less where the ask was too wide
+    /// ([`TooWide::RunAlone`](crate::TooWide::RunAlone)).
+    #[must_use]
+    pub fn units(&self) -> u32 {
+        self.held.units
+    }
+
+    /// How long the ask waited in line.
+    #[must_use]
+    pub fn waited(&self) -> Duration {
+        self.held.waited
+    }
+
+    /// Gives the units back, as dropping does.
+    pub fn release(self) {}
+
+    /// Whether the queue wants the units back now: the grace of a drain is over.
+    #[must_use]
+    pub fn is_revoked(&self) -> bool {
+        self.held.ticket.is_revoked()
+    }
+
+    /// Waits until the queue wants the units back.
+    ///
+    /// # Cancel safety
+    ///
+    /// May be dropped and called again at will. One task at a time is told: the one that polled last.
+    pub async fn revoked(&self) {
+        poll_fn(|cx| if self.held.ticket.poll_revoked(cx) { Poll::Ready(()) } else { Poll::Pending }).await;
+    }
+
+    pub(crate) fn ticket(&self) -> &Arc<Ticket> {
+        &self.held.ticket
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.held.shared
+    }
+}
+
+/// The guard of granted units. Its drop is the one way they go back.
+#[derive(Debug)]
+pub(crate) struct Held {
+    pub(super) shared: Arc<Shared>,
+    pub(super) ticket: Arc<Ticket>,
+    pub(super) place: Place,
+    pub(super) units: u32,
+    pub(super) since: Instant,
+    pub(super) waited: Duration,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if self.ticket.end() {
+            self.shared.metrics().gave_back(self.units, self.since.elapsed());
+            self.shared.finish(self.place);
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! How fast units come back.
+
+use std::time::Duration;
+
+/// The rate at which units are released: a count that decays, so that the last half minute or so decides.
+#[derive(Debug, Default)]
+pub(crate) struct DrainRate {
+    units: f64,
+    seen: f64,
+    last: Duration,
+}
+
+impl DrainRate {
+    /// After so many seconds a release counts `1/e` of what it counted.
+    const MEMORY: f64 = 15.0;
+
+    /// `units` came back at `now`, a time since some fixed start.
+    pub(crate) fn released(&mut self, units: u32, now: Duration) {
+        self.decay(now);
+        self.units += f64::from(units);
+    }
+
+    /// How long until `units` more have come back, or `None` where none has yet.
+    pub(crate) fn time_for(&mut self, units: u64, now: Duration) -> Option<Duration> {
+        self.decay(now);
+        let rate = self.units / self.seen.max(f64::EPSILON);
+        #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+        let seconds = units as f64 / rate;
+        // A rate near 0 gives a time no `Duration` holds.
+        Duration::try_from_secs_f64(seconds).ok()
+    }
+
+    /// `seen` is the time the counted units fell in, decayed like them; so the rate is right from the first
+    /// second on, and not only once `MEMORY` has passed.
+    fn decay(&mut self, now: Duration) {
+        let elapsed = now.saturating_sub(self.last).as_secs_f64();
+        if elapsed > 0.0 {
+            let kept = (-elapsed / Self::MEMORY).exp();
+            self.units *= kept;
+            self.seen = self.seen * kept + Self::MEMORY * (1.0 - kept);
+            self.last = now;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn near(found: Option<Duration>, seconds: f64) {
+        let found = found.expect("a rate is known").as_secs_f64();
+        assert!((found / seconds - 1.0).abs() < 0.05, "{found} s is not near {seconds} s");
+    }
+
+    fn steady(rate: &mut DrainRate, from_ms: u64, to_ms: u64, every_ms: u64, units: u32) {
+        for ms in (from_ms..=to_ms).step_by(usize::try_from(every_ms).unwrap()).skip(1) {
+            rate.released(units, Duration::from_millis(ms));
+        }
+    }
+
+    #[test]
+    fn nothing_is_known_before_the_first_release() {
+        let mut rate = DrainRate::default();
+        assert_eq!(rate.time_for(3, Duration::ZERO), None);
+        assert_eq!(rate.time_for(3, Duration::from_secs(9)), None);
+    }
+
+    #[test]
+    fn a_steady_rate_is_found_within_seconds_and_follows_a_change() {
+        let mut rate = DrainRate::default();
+        steady(&mut rate, 0, 5_000, 100, 2);
+        near(rate.time_for(40, Duration::from_secs(5)), 2.0);
+        steady(&mut rate, 5_000, 125_000, 1_000, 1);
+        near(rate.time_for(40, Duration::from_secs(125)), 40.0);
+    }
+
+    #[test]
+    fn an_idle_queue_and_a_clock_that_steps_back_break_nothing() {
+        let mut rate = DrainRate::default();
+        rate.released(1, Duration::from_secs(10));
+        rate.released(1, Duration::from_secs(5));
+        assert!(rate.time_for(1, Duration::from_secs(10)).is_some());
+        assert_eq!(rate.time_for(u64::MAX, Duration::from_secs(1_000_000_000)), None);
+    }
+}

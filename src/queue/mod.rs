@@ -5,6 +5,9 @@ mod drain;
 mod permit;
 mod ticket;
 
+#[cfg(all(test, fair_queue_loom))]
+mod loom;
+
 use std::{
     collections::hash_map::RandomState,
     fmt,

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use http::{HeaderMap, Method, Request, Response};
+use http::{HeaderMap, Method, Request, Response, Version};
 use http_body::Body;
 use pin_project_lite::pin_project;
 use tower_service::Service;
@@ -18,7 +18,7 @@ use super::{Reject, Rejection, ResponseBody, holding::Holding, mark::Mark};
 use crate::{
     error::{AcquireError, Cause},
     metrics::{Ended, Waited},
-    queue::{Acquire, Permit, Shared},
+    queue::{Acquire, Shared},
 };
 
 pin_project! {
@@ -52,7 +52,7 @@ pin_project! {
         /// Granted, or passing by without a permit, until the inner service is ready.
         Preparing { inner: S, request: Request<ReqBody>, holding: Holding },
         /// The inner service is at work. The future stands before the holding, so it is dropped before the units go back.
-        Running { #[pin] future: S::Future, method: Method, holding: Holding },
+        Running { #[pin] future: S::Future, method: Method, version: Version, holding: Holding },
         /// Rejected; the answer is being made.
         Rejecting { #[pin] answer: R::Future },
         Done,
@@ -91,8 +91,25 @@ where
     R: Reject<ReqBody, ResBody>,
 {
     fn rejecting(reject: &R, shared: &Shared, error: AcquireError, request: Request<ReqBody>) -> Self {
-        let rejection = Rejection::new(error, shared, request.headers());
+        let rejection = Rejection::new(error, shared, request.version(), request.headers());
         Self::Rejecting { answer: reject.reject(rejection, request) }
+    }
+
+    /// Ends a granted request whose service had not answered when the grace of a drain was over. The request is the
+    /// service's by now, so this gives the default answer, whoever answers rejections.
+    fn revoked<Body>(mut self: Pin<&mut Self>) -> Response<ResponseBody<Body>> {
+        let (holding, version) = match self.as_mut().project() {
+            StateProj::Preparing { request, holding, .. } => (holding, request.version()),
+            StateProj::Running { holding, version, .. } => (holding, *version),
+            _ => unreachable!("only a granted request can be revoked"),
+        };
+        holding.ends(Ended::Revoked);
+        let permit = holding.permit().expect("what is revoked is a permit");
+        let error = AcquireError::new(Cause::ShuttingDown, permit.waited());
+        let rejection = Rejection::new(error, permit.shared(), version, &HeaderMap::new());
+        // The service's future goes here, and after it the permit.
+        self.set(Self::Done);
+        rejection.response().map(ResponseBody::whole)
     }
 }
 
@@ -124,8 +141,14 @@ where
                     };
                     state.set(next);
                 }
-                StateProj::Preparing { inner, .. } => {
-                    let prepared = ready!(inner.poll_ready(cx));
+                StateProj::Preparing { inner, holding, .. } => {
+                    let prepared = match inner.poll_ready(cx) {
+                        Poll::Ready(prepared) => prepared,
+                        Poll::Pending if holding.poll_revoked(cx) => {
+                            return Poll::Ready(Ok(state.revoked()));
+                        }
+                        Poll::Pending => return Poll::Pending,
+                    };
                     let StateOwn::Preparing { mut inner, request, mut holding } =
                         state.as_mut().project_replace(State::Done)
                     else {
@@ -135,17 +158,14 @@ where
                         holding.ends(Ended::Failed);
                         return Poll::Ready(Err(error));
                     }
-                    let method = request.method().clone();
-                    state.set(State::Running { future: inner.call(request), method, holding });
+                    let (method, version) = (request.method().clone(), request.version());
+                    state.set(State::Running { future: inner.call(request), method, version, holding });
                 }
                 StateProj::Running { future, holding, .. } => {
                     let answer = match future.poll(cx) {
                         Poll::Ready(answer) => answer,
                         Poll::Pending if holding.poll_revoked(cx) => {
-                            holding.ends(Ended::Revoked);
-                            let response = holding.permit().map(revoked);
-                            state.set(State::Done);
-                            return Poll::Ready(Ok(response.expect("what is revoked is a permit")));
+                            return Poll::Ready(Ok(state.revoked()));
                         }
                         Poll::Pending => return Poll::Pending,
                     };
@@ -170,13 +190,6 @@ where
             }
         }
     }
-}
-
-/// Answers for a service that had not answered when the grace of a drain was over. The request is the service's by now, so
-/// this is the default answer, whoever answers rejections.
-fn revoked<ResBody>(permit: &Permit) -> Response<ResponseBody<ResBody>> {
-    let error = AcquireError::new(Cause::ShuttingDown, permit.waited());
-    Rejection::new(error, permit.shared(), &HeaderMap::new()).response().map(ResponseBody::whole)
 }
 
 impl<S, R, ReqBody, ResBody> fmt::Debug for ResponseFuture<S, R, ReqBody, ResBody>

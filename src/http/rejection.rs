@@ -3,7 +3,7 @@
 use std::{fmt, time::Duration};
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
+use http::{HeaderMap, HeaderValue, Response, StatusCode, Version, header};
 
 use crate::{
     error::{AcquireError, Cause},
@@ -18,10 +18,11 @@ pub struct Rejection {
     error: AcquireError,
     retry_after: u64,
     grpc: bool,
+    http1: bool,
 }
 
 impl Rejection {
-    pub(super) fn new(error: AcquireError, shared: &Shared, headers: &HeaderMap) -> Self {
+    pub(super) fn new(error: AcquireError, shared: &Shared, version: Version, headers: &HeaderMap) -> Self {
         let (least, most) = shared.config.retry_after;
         let estimate = error.estimate().unwrap_or(shared.config.max_wait / 2);
         // Spread over half as much again, so that those who were rejected together do not come back together.
@@ -29,7 +30,7 @@ impl Rejection {
         let seconds = Duration::try_from_secs_f64(spread).unwrap_or(most).clamp(least, most);
         let whole = seconds.as_secs() + u64::from(seconds.subsec_nanos() > 0);
         let content_type = headers.get(header::CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
-        Self { error, retry_after: whole, grpc: is_grpc(content_type) }
+        Self { error, retry_after: whole, grpc: is_grpc(content_type), http1: version < Version::HTTP_2 }
     }
 
     /// Why.
@@ -100,6 +101,10 @@ impl Rejection {
         if self.can_retry() {
             headers.insert(header::RETRY_AFTER, self.retry_after.into());
         }
+        // HTTP/2 has no such field; its servers say GOAWAY by themselves.
+        if self.http1 && self.cause() == Cause::ShuttingDown {
+            headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
         response.extensions_mut().insert(self.clone());
         response
     }
@@ -163,7 +168,7 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
         let error = AcquireError::new(cause, Duration::ZERO).with_outlook(Some(1), estimate);
-        Rejection::new(error, queue.shared(), &headers)
+        Rejection::new(error, queue.shared(), Version::HTTP_11, &headers)
     }
 
     #[test]

@@ -11,7 +11,7 @@ use super::{Backend, Outlook, Place, Snapshot};
 use crate::{
     error::Cause,
     queue::Ticket,
-    schedule::{Ask, DrainRate, FairOrder, Finished, Rules},
+    schedule::{Ask, DrainRate, Entered, FairOrder, Finished, Rules},
     sync::Mutex,
 };
 
@@ -86,7 +86,13 @@ impl Backend for Memory {
                 Some(cause) => Err(cause),
                 None => state.order.enqueue(ask, Arc::clone(ticket)),
             };
-            let place = entered.map_err(|cause| ticket.refuse(cause, wake)).ok()?;
+            let place = match entered.map_err(|cause| ticket.refuse(cause, wake)).ok()? {
+                Entered::Granted { place, units } => {
+                    ticket.grant_unseen(units);
+                    return Some(place);
+                }
+                Entered::Waiting(place) => place,
+            };
             state.dispatch(wake);
             if !wait && ticket.refuse(Cause::WouldWait, wake) {
                 state.order.finish(place);
@@ -96,10 +102,10 @@ impl Backend for Memory {
         })
     }
 
-    fn finish(&self, place: Place) {
+    fn finish(&self, place: Place, now: Instant) {
         self.change(|state, _| {
             if let Finished::Released(units) = state.order.finish(place) {
-                state.drain_rate.released(units, state.started.elapsed());
+                state.drain_rate.released(units, now.saturating_duration_since(state.started));
             }
         });
     }

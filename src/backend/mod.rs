@@ -4,6 +4,8 @@ mod memory;
 
 use std::{fmt, sync::Arc, time::Duration};
 
+use tokio::time::Instant;
+
 pub(crate) use self::memory::Memory;
 pub(crate) use crate::schedule::Place;
 use crate::{error::Cause, queue::Ticket, schedule::Ask};
@@ -24,7 +26,7 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync + 'static {
 
     /// Ends what the place names: a waiting ticket leaves the line, a permit's units go to the next in line.
     /// Once it has ended this does nothing, so it is called by whoever cannot tell.
-    fn finish(&self, place: Place);
+    fn finish(&self, place: Place, now: Instant);
 
     /// The position of a waiting ticket and the time to get there, as far as they are known.
     fn outlook(&self, ask: &Ask, place: Option<Place>) -> Outlook;

@@ -95,6 +95,12 @@ where
         Self::Rejecting { answer: reject.reject(rejection, request) }
     }
 
+    /// Hands the request to the service, which is ready.
+    fn running(mut inner: S, request: Request<ReqBody>, holding: Holding) -> Self {
+        let (method, version) = (request.method().clone(), request.version());
+        Self::Running { future: inner.call(request), method, version, holding }
+    }
+
     /// Ends a granted request whose service had not answered when the grace of a drain was over. The request is the
     /// service's by now, so this gives the default answer, whoever answers rejections.
     fn revoked<Body>(mut self: Pin<&mut Self>) -> Response<ResponseBody<Body>> {
@@ -135,7 +141,16 @@ where
                     let next = match answer {
                         Ok(permit) => {
                             Mark::put(&permit, request.extensions_mut());
-                            State::Preparing { inner, request, holding: Holding::new(Some(permit)) }
+                            let mut holding = Holding::new(Some(permit));
+                            let mut inner = inner;
+                            match inner.poll_ready(cx) {
+                                Poll::Ready(Ok(())) => State::running(inner, request, holding),
+                                Poll::Ready(Err(error)) => {
+                                    holding.ends(Ended::Failed);
+                                    return Poll::Ready(Err(error));
+                                }
+                                Poll::Pending => State::Preparing { inner, request, holding },
+                            }
                         }
                         Err(error) => State::rejecting(&*reject, &shared, error, request),
                     };
@@ -149,7 +164,7 @@ where
                         }
                         Poll::Pending => return Poll::Pending,
                     };
-                    let StateOwn::Preparing { mut inner, request, mut holding } =
+                    let StateOwn::Preparing { inner, request, mut holding } =
                         state.as_mut().project_replace(State::Done)
                     else {
                         unreachable!("the state was `Preparing` a moment ago");
@@ -158,8 +173,7 @@ where
                         holding.ends(Ended::Failed);
                         return Poll::Ready(Err(error));
                     }
-                    let (method, version) = (request.method().clone(), request.version());
-                    state.set(State::Running { future: inner.call(request), method, version, holding });
+                    state.set(State::running(inner, request, holding));
                 }
                 StateProj::Running { future, holding, .. } => {
                     let answer = match future.poll(cx) {

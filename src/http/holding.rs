@@ -12,25 +12,30 @@ pub(super) struct Holding {
 }
 
 impl Holding {
+    #[inline]
     pub(super) fn new(permit: Option<Permit>) -> Self {
         Self { permit, how: Ended::Aborted }
     }
 
     /// Says how it will have ended when it is dropped.
+    #[inline]
     pub(super) fn ends(&mut self, how: Ended) {
         self.how = how;
     }
 
     /// Releases now.
+    #[inline]
     pub(super) fn end(&mut self, how: Ended) {
         self.how = how;
         self.release();
     }
 
+    #[inline]
     pub(super) fn permit(&self) -> Option<&Permit> {
         self.permit.as_ref()
     }
 
+    #[inline]
     pub(super) fn is_revoked(&self) -> bool {
         self.permit.as_ref().is_some_and(Permit::is_revoked)
     }
@@ -40,6 +45,7 @@ impl Holding {
         self.permit.as_ref().is_some_and(|permit| permit.ticket().poll_revoked(cx))
     }
 
+    #[inline]
     fn release(&mut self) {
         if let Some(permit) = self.permit.take() {
             permit.shared().metrics().responded(self.how);

@@ -11,7 +11,8 @@ use crate::queue::{Permit, Shared, Ticket};
 /// in line like any other. The type is private, so nobody else can write one.
 #[derive(Clone)]
 pub(super) struct Mark {
-    queue: Arc<Shared>,
+    /// The queue's own number, so that the mark does not keep the queue.
+    queue: u64,
     ticket: Arc<Ticket>,
     /// The mark of another queue, met before this one.
     outer: Option<Arc<Self>>,
@@ -20,17 +21,14 @@ pub(super) struct Mark {
 impl Mark {
     pub(super) fn put(permit: &Permit, extensions: &mut Extensions) {
         let outer = extensions.remove::<Self>().map(Arc::new);
-        extensions.insert(Self {
-            queue: Arc::clone(permit.shared()),
-            ticket: Arc::clone(permit.ticket()),
-            outer,
-        });
+        extensions.insert(Self { queue: permit.shared().id, ticket: Arc::clone(permit.ticket()), outer });
     }
 
-    pub(super) fn is_on(extensions: &Extensions, queue: &Arc<Shared>) -> bool {
+    #[inline]
+    pub(super) fn is_on(extensions: &Extensions, queue: &Shared) -> bool {
         let mut next = extensions.get::<Self>();
         while let Some(mark) = next {
-            if Arc::ptr_eq(&mark.queue, queue) && mark.ticket.is_held() {
+            if mark.queue == queue.id && mark.ticket.is_held() {
                 return true;
             }
             next = mark.outer.as_deref();

@@ -65,13 +65,11 @@ impl Future for Acquire {
                 shared.metrics().waited(Waited::Rejected(Cause::TimedOut), Duration::ZERO);
                 return Poll::Ready(Err(error));
             }
-            let mut waiting = match Waiting::enter(&shared, ask, now, true) {
-                Ok(waiting) => waiting,
+            let mut waiting = match enter(shared, ask, now, true) {
+                Ok(Entered::Waiting(waiting)) => waiting,
+                Ok(Entered::Granted(permit)) => return Poll::Ready(Ok(permit)),
                 Err(error) => return Poll::Ready(Err(error)),
             };
-            if let Some(permit) = waiting.granted() {
-                return Poll::Ready(Ok(permit));
-            }
             waiting.park();
             this.deadline.set(Some(sleep_until(deadline)));
             *this.state = State::Waiting { waiting };
@@ -101,8 +99,34 @@ pub(super) fn try_acquire(shared: &Arc<Shared>, ask: &Ask) -> Result<Permit, Acq
         shared.metrics().waited(Waited::Rejected(Cause::TimedOut), Duration::ZERO);
         return Err(AcquireError::new(Cause::TimedOut, Duration::ZERO));
     }
-    let mut waiting = Waiting::enter(shared, ask.clone(), now, false)?;
-    Ok(waiting.granted().expect("an ask that does not wait is granted or refused when it enters"))
+    match enter(Arc::clone(shared), ask.clone(), now, false)? {
+        Entered::Granted(permit) => Ok(permit),
+        Entered::Waiting(_) => unreachable!("an ask that does not wait is granted or refused when it enters"),
+    }
+}
+
+enum Entered {
+    Granted(Permit),
+    Waiting(Waiting),
+}
+
+/// Puts a new ticket to the backend.
+fn enter(shared: Arc<Shared>, ask: Ask, now: Instant, wait: bool) -> Result<Entered, AcquireError> {
+    let ticket = Arc::new(Ticket::new());
+    let place = shared.backend.enqueue(&ask, &ticket, wait);
+    let phase = ticket.phase();
+    if let (Phase::Granted { units }, Some(place)) = (phase, place) {
+        let metrics = shared.metrics();
+        metrics.waited(Waited::Granted, Duration::ZERO);
+        metrics.took(units);
+        let held = Held { shared, ticket, place, units, since: now, waited: Duration::ZERO };
+        return Ok(Entered::Granted(Permit::new(held)));
+    }
+    let mut waiting = Waiting { shared, ask, ticket, place, since: now, parked: false };
+    match phase {
+        Phase::Refused(cause) => Err(waiting.rejected(cause)),
+        Phase::Pending | Phase::Granted { .. } | Phase::Ended => Ok(Entered::Waiting(waiting)),
+    }
 }
 
 /// A ticket that its request still has a claim to. Dropped, it leaves the line, or hands on what it was given.
@@ -117,19 +141,6 @@ struct Waiting {
 }
 
 impl Waiting {
-    fn enter(shared: &Arc<Shared>, ask: Ask, now: Instant, wait: bool) -> Result<Self, AcquireError> {
-        let ticket = Arc::new(Ticket::new());
-        let place = shared.backend.enqueue(&ask, &ticket, wait);
-        let waiting = Self { shared: Arc::clone(shared), ask, ticket, place, since: now, parked: false };
-        match waiting.ticket.phase() {
-            Phase::Refused(cause) => {
-                let mut waiting = waiting;
-                Err(waiting.rejected(cause))
-            }
-            Phase::Pending | Phase::Granted { .. } | Phase::Ended => Ok(waiting),
-        }
-    }
-
     fn park(&mut self) {
         self.parked = true;
         self.shared.metrics().parked();
@@ -142,13 +153,6 @@ impl Waiting {
             Phase::Pending | Phase::Ended => {
                 unreachable!("only the request itself ends its ticket otherwise")
             }
-        }
-    }
-
-    fn granted(&mut self) -> Option<Permit> {
-        match self.ticket.phase() {
-            Phase::Granted { units } => Some(self.permit(units)),
-            Phase::Pending | Phase::Refused(_) | Phase::Ended => None,
         }
     }
 
@@ -178,10 +182,11 @@ impl Waiting {
 
     fn rejected(&mut self, cause: Cause) -> AcquireError {
         let place = self.place.take();
-        let waited = if self.parked { self.since.elapsed() } else { Duration::ZERO };
+        let now = Instant::now();
+        let waited = if self.parked { now - self.since } else { Duration::ZERO };
         let error = self.shared.rejection(&self.ask, place, cause, waited);
         if let Some(place) = place {
-            self.shared.finish(place);
+            self.shared.finish(place, now);
         }
         self.settle(Waited::Rejected(cause), waited);
         error
@@ -204,7 +209,8 @@ impl Drop for Waiting {
         if !self.ticket.cancel() {
             self.ticket.end();
         }
-        self.shared.finish(place);
-        self.settle(Waited::Cancelled, self.since.elapsed());
+        let now = Instant::now();
+        self.shared.finish(place, now);
+        self.settle(Waited::Cancelled, now - self.since);
     }
 }

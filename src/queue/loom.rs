@@ -11,6 +11,7 @@ use std::{
 };
 
 use loom::thread;
+use tokio::time::Instant;
 
 use super::{Phase, Ticket};
 use crate::{
@@ -67,7 +68,7 @@ impl Request {
         if !self.ticket.cancel() {
             self.ticket.end();
         }
-        memory.finish(self.place);
+        memory.finish(self.place, Instant::now());
     }
 
     /// As the deadline does it: what was granted in the same instant is used, and then released.
@@ -76,13 +77,13 @@ impl Request {
         if !timed_out {
             self.release(memory);
         }
-        memory.finish(self.place);
+        memory.finish(self.place, Instant::now());
         timed_out
     }
 
     fn release(&self, memory: &Memory) {
         if self.ticket.end() {
-            memory.finish(self.place);
+            memory.finish(self.place, Instant::now());
         }
     }
 }
@@ -223,7 +224,7 @@ fn loom_two_releases_and_an_arrival_never_pass_the_capacity() {
             let (memory, ticket, place) = (Arc::clone(&memory), Arc::clone(&holder.ticket), holder.place);
             thread::spawn(move || {
                 if ticket.end() {
-                    memory.finish(place);
+                    memory.finish(place, Instant::now());
                 }
             })
         };

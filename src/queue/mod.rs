@@ -19,7 +19,7 @@ use std::{
     time::Duration,
 };
 
-use tokio::sync::Notify;
+use tokio::{sync::Notify, time::Instant};
 
 pub use self::{acquire::Acquire, drain::Drained, permit::Permit};
 pub(crate) use self::{
@@ -60,6 +60,8 @@ pub struct FairQueue {
 }
 
 pub(crate) struct Shared {
+    /// Another one for each queue of the process.
+    pub(crate) id: u64,
     pub(crate) config: FairQueueConfig,
     pub(crate) backend: Box<dyn Backend>,
     metrics: OnceLock<Metrics>,
@@ -78,8 +80,8 @@ impl Shared {
         })
     }
 
-    pub(crate) fn finish(&self, place: Place) {
-        self.backend.finish(place);
+    pub(crate) fn finish(&self, place: Place, now: Instant) {
+        self.backend.finish(place, now);
         // Pairs with `close`: either this sees the flag, or whoever waits after `close` sees the units back.
         if self.closed.load(Ordering::SeqCst) {
             self.ended.notify_waiters();
@@ -111,9 +113,11 @@ impl FairQueue {
     /// Makes a queue kept in this process's memory. Needs no runtime, and starts no task.
     #[must_use]
     pub fn new(config: FairQueueConfig) -> Self {
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let backend = Box::new(Memory::new(Rules::from(&config)));
         Self {
             shared: Arc::new(Shared {
+                id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
                 config,
                 backend,
                 metrics: OnceLock::new(),
@@ -240,6 +244,7 @@ pub struct Stats {
     pub in_flight: u64,
     /// Tickets parked.
     pub waiting: u64,
-    /// Flows of which something waits or runs.
+    /// Flows that are kept account of: those of which something waits and, with
+    /// [`max_in_flight_per_flow`](crate::FairQueueConfigBuilder::max_in_flight_per_flow), those of which something runs.
     pub flows: usize,
 }

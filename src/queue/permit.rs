@@ -75,8 +75,9 @@ pub(crate) struct Held {
 impl Drop for Held {
     fn drop(&mut self) {
         if self.ticket.end() {
-            self.shared.metrics().gave_back(self.units, self.since.elapsed());
-            self.shared.finish(self.place);
+            let now = Instant::now();
+            self.shared.metrics().gave_back(self.units, now - self.since);
+            self.shared.finish(self.place, now);
         }
     }
 }

@@ -65,6 +65,12 @@ impl Ticket {
         self.leave_pending(GRANTED) && self.take_waker(wake)
     }
 
+    /// As [`grant`](Self::grant), for a ticket that nobody but its backend has seen yet: nobody waits to be woken.
+    pub(crate) fn grant_unseen(&self, units: u32) {
+        self.units.store(units, Ordering::Relaxed);
+        self.phase.store(GRANTED, Ordering::Release);
+    }
+
     /// Refuses the ticket for `cause`; `false` if it is pending no more.
     pub(crate) fn refuse(&self, cause: Cause, wake: &mut Vec<Waker>) -> bool {
         let index = Cause::ALL.iter().position(|&c| c == cause).and_then(|i| u8::try_from(i).ok());
@@ -83,6 +89,7 @@ impl Ticket {
     }
 
     /// The units go back; `false` if none were held.
+    #[inline]
     pub(crate) fn end(&self) -> bool {
         self.phase.compare_exchange(GRANTED, ENDED, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
@@ -93,11 +100,13 @@ impl Ticket {
         self.take_waker(wake);
     }
 
+    #[inline]
     pub(crate) fn is_revoked(&self) -> bool {
         self.revoked.load(Ordering::Acquire)
     }
 
     /// Whether units are held through this ticket now.
+    #[inline]
     pub(crate) fn is_held(&self) -> bool {
         self.phase.load(Ordering::Acquire) == GRANTED
     }
@@ -124,6 +133,7 @@ impl Ticket {
     }
 
     /// Whether the permit was revoked; if not, the task is woken when it is.
+    #[inline]
     pub(crate) fn poll_revoked(&self, cx: &Context<'_>) -> bool {
         self.is_revoked() || {
             self.register(cx);

@@ -8,16 +8,23 @@ pub(crate) struct DrainRate {
     units: f64,
     seen: f64,
     last: Duration,
+    /// Released since `last`; counted with the next decay.
+    fresh: u64,
 }
 
 impl DrainRate {
     /// After so many seconds a release counts `1/e` of what it counted.
     const MEMORY: f64 = 15.0;
 
+    /// How often the count decays at most. The decay needs an exponential, which most releases so do without.
+    const STEP: Duration = Duration::from_millis(50);
+
     /// `units` came back at `now`, a time since some fixed start.
     pub(crate) fn released(&mut self, units: u32, now: Duration) {
-        self.decay(now);
-        self.units += f64::from(units);
+        self.fresh += u64::from(units);
+        if now > self.last + Self::STEP {
+            self.decay(now);
+        }
     }
 
     /// How long until `units` more have come back, or `None` where none has yet.
@@ -36,7 +43,9 @@ impl DrainRate {
         let elapsed = now.saturating_sub(self.last).as_secs_f64();
         if elapsed > 0.0 {
             let kept = (-elapsed / Self::MEMORY).exp();
-            self.units *= kept;
+            #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+            let fresh = std::mem::take(&mut self.fresh) as f64;
+            self.units = self.units * kept + fresh;
             self.seen = self.seen * kept + Self::MEMORY * (1.0 - kept);
             self.last = now;
         }

@@ -58,6 +58,15 @@ pub(crate) struct Grant<'a, T> {
     pub(crate) ticket: &'a T,
 }
 
+/// What became of a ticket that [`FairOrder::enqueue`] took.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Entered {
+    /// It stands in line.
+    Waiting(Place),
+    /// `units` are its own already.
+    Granted { place: Place, units: u32 },
+}
+
 /// What [`FairOrder::finish`] ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Finished {
@@ -103,7 +112,8 @@ pub(crate) struct FairOrder<T> {
 #[derive(Debug)]
 struct Entry<T> {
     arrival: u64,
-    flow: usize,
+    /// `None` for a permit where flows have no cap: nothing is to be told to its flow.
+    flow: Option<usize>,
     cost: u32,
     weight: u32,
     priority: Priority,
@@ -122,6 +132,7 @@ struct FlowState {
     start: Fraction,
     /// The head as it competes; `None` if nothing waits or the flow is at its cap.
     head: Option<Head>,
+    /// Counted where flows have a cap.
     in_flight: u64,
 }
 
@@ -185,18 +196,18 @@ impl<T> FairOrder<T> {
         self.in_flight
     }
 
-    /// The flows that wait or run.
+    /// The flows that are kept account of: those that wait and, where flows have a cap, those that run.
     pub(crate) fn flows(&self) -> usize {
         self.flows.len()
     }
 
-    /// Puts a ticket at the end of its flow's line. Whether it is next is for [`grant_next`](Self::grant_next)
-    /// to say.
+    /// Grants a ticket that nobody stands before, or puts it at the end of its flow's line; then it is for
+    /// [`grant_next`](Self::grant_next) to say whether it is next.
     ///
     /// # Errors
     ///
     /// A bound refuses it; nothing has changed.
-    pub(crate) fn enqueue(&mut self, ask: &Ask, ticket: T) -> Result<Place, Cause> {
+    pub(crate) fn enqueue(&mut self, ask: &Ask, ticket: T) -> Result<Entered, Cause> {
         if self.rules.too_wide == TooWide::Refuse && u64::from(ask.units()) > self.widest() {
             return Err(Cause::TooWide);
         }
@@ -208,24 +219,66 @@ impl<T> FairOrder<T> {
         {
             return Err(Cause::FlowFull);
         }
-        let flow = self.flow_of(ask);
         self.arrivals += 1;
         let arrival = self.arrivals;
-        let index = self.entries.insert(Entry {
-            arrival,
-            flow,
-            cost: ask.units(),
-            weight: ask.weight.get(),
-            priority: ask.priority,
-            units: None,
-            ticket,
-        });
+        if let Some(units) = self.free_for(ask) {
+            let flow = self.tracks_permits().then(|| self.flow_of(ask));
+            if let Some(flow) = flow {
+                self.flows[flow].in_flight += u64::from(units);
+            }
+            self.in_flight += u64::from(units);
+            let index = self.insert(arrival, flow, ask, Some(units), ticket);
+            return Ok(Entered::Granted { place: Place { arrival, index }, units });
+        }
+        let flow = self.flow_of(ask);
+        let index = self.insert(arrival, Some(flow), ask, None, ticket);
         self.waiting += 1;
         self.flows[flow].line.push_back((arrival, index));
         if self.flows[flow].line.len() == 1 {
             self.compete(flow, None);
         }
-        Ok(Place { arrival, index })
+        Ok(Entered::Waiting(Place { arrival, index }))
+    }
+
+    /// The units of an ask that nobody stands before and that fit. Where nothing competes, a grant leaves no trace in the
+    /// tags, so this is the whole of the order in short.
+    fn free_for(&self, ask: &Ask) -> Option<u32> {
+        let units = self.clamp(ask.units());
+        if !self.heads.is_empty() || self.in_flight + u64::from(units) > self.rules.capacity {
+            return None;
+        }
+        match self.find_flow(ask) {
+            Some(flow) if self.tracks_permits() => {
+                let flow = &self.flows[flow];
+                let fits = flow.in_flight + u64::from(units) <= self.rules.flow_cap;
+                (flow.line.is_empty() && fits).then_some(units)
+            }
+            _ => Some(units),
+        }
+    }
+
+    /// Whether flows are capped, so that their permits have to be counted.
+    fn tracks_permits(&self) -> bool {
+        self.rules.flow_cap != u64::MAX
+    }
+
+    fn insert(
+        &mut self,
+        arrival: u64,
+        flow: Option<usize>,
+        ask: &Ask,
+        units: Option<u32>,
+        ticket: T,
+    ) -> usize {
+        self.entries.insert(Entry {
+            arrival,
+            flow,
+            cost: ask.units(),
+            weight: ask.weight.get(),
+            priority: ask.priority,
+            units,
+            ticket,
+        })
     }
 
     /// Grants the next ticket if its units are free. The ticket stays known to the order as a permit
@@ -251,8 +304,13 @@ impl<T> FairOrder<T> {
         self.waiting -= 1;
         let state = &mut self.flows[flow];
         state.line.pop_front();
-        state.in_flight += u64::from(units);
-        self.entries[index].units = Some(units);
+        let entry = &mut self.entries[index];
+        entry.units = Some(units);
+        if self.rules.flow_cap == u64::MAX {
+            entry.flow = None;
+        } else {
+            state.in_flight += u64::from(units);
+        }
         self.compete(flow, Some(head.tag));
         if score > self.rebase_at {
             self.rebase(score);
@@ -268,17 +326,19 @@ impl<T> FairOrder<T> {
             _ => return Finished::Nothing,
         }
         let entry = self.entries.remove(place.index);
-        let flow = entry.flow;
         let Some(units) = entry.units else {
+            let flow = entry.flow.expect("a waiting ticket stands in its flow's line");
             self.leave_line(flow, entry.arrival);
             return Finished::Left;
         };
         self.in_flight -= u64::from(units);
-        let state = &mut self.flows[flow];
-        state.in_flight -= u64::from(units);
-        if state.head.is_none() {
-            // At its cap, or nothing of it waits.
-            self.compete(flow, None);
+        if let Some(flow) = entry.flow {
+            let state = &mut self.flows[flow];
+            state.in_flight -= u64::from(units);
+            if state.head.is_none() {
+                // At its cap, or nothing of it waits.
+                self.compete(flow, None);
+            }
         }
         Finished::Released(units)
     }
@@ -315,9 +375,10 @@ impl<T> FairOrder<T> {
     /// by the weight of the flows that compete, and never more than all that wait.
     pub(crate) fn position(&self, place: Place) -> Option<u64> {
         let entry = self.entries.get(place.index).filter(|entry| entry.arrival == place.arrival)?;
-        let line = &self.flows[entry.flow].line;
+        let flow = entry.flow?;
+        let line = &self.flows[flow].line;
         let rank = line.binary_search_by_key(&place.arrival, |&(arrival, _)| arrival).ok()? as u64;
-        Some(self.scale_rank(rank, entry.flow, entry.weight))
+        Some(self.scale_rank(rank, flow, entry.weight))
     }
 
     /// The position a new ticket would have.

@@ -13,5 +13,5 @@ mod properties;
 pub use self::ask::{Ask, Flow, Priority, Weight};
 pub(crate) use self::{
     drain_rate::DrainRate,
-    fair_order::{FairOrder, Finished, Place, Rules},
+    fair_order::{Entered, FairOrder, Finished, Place, Rules},
 };

@@ -7,7 +7,7 @@ use std::{
 
 use proptest::{collection::vec, prelude::*};
 
-use super::{Ask, FairOrder, Finished, Place, Priority, Rules, Weight, fair_order::SCALE};
+use super::{Ask, Entered, FairOrder, Finished, Place, Priority, Rules, Weight, fair_order::SCALE};
 use crate::{config::TooWide, error::Cause};
 
 const CAPACITY: u32 = 20;
@@ -87,11 +87,20 @@ impl Run {
         Self { order, kinds, waiting: vec![], running: VecDeque::new(), granted: vec![], tickets: 0 }
     }
 
+    /// A run whose units are all taken, so that whoever comes has to wait.
+    fn busy(step: u32, kinds: Vec<FlowKind>) -> Self {
+        let mut run = Self::new(FairOrder::new(rules(step)), kinds);
+        run.apply(Op::OneShot { level: 4, cost: CAPACITY });
+        run
+    }
+
     fn enqueue(&mut self, name: &str, kind: FlowKind, flow: Option<usize>, cost: u32) {
         self.tickets += 1;
         let known = Known { number: self.tickets, flow, cost };
-        let place = self.order.enqueue(&ask(name, kind, cost), known).expect("nothing bounds this run");
-        self.waiting.push((place, known));
+        match self.order.enqueue(&ask(name, kind, cost), known).expect("nothing bounds this run") {
+            Entered::Waiting(place) => self.waiting.push((place, known)),
+            Entered::Granted { place, units } => self.took(place, units, known),
+        }
     }
 
     fn apply(&mut self, op: Op) {
@@ -124,12 +133,16 @@ impl Run {
         let at =
             self.waiting.iter().position(|(p, _)| *p == place).expect("only a waiting ticket is granted");
         self.waiting.remove(at);
+        self.took(place, units, known);
+        Some(known)
+    }
+
+    fn took(&mut self, place: Place, units: u32, known: Known) {
         self.running.push_back((place, units));
         self.granted.push(known);
         let held: u64 = self.running.iter().map(|(_, units)| u64::from(*units)).sum();
         assert_eq!(self.order.in_flight(), held);
         assert!(held <= CAPACITY.into(), "{held} units in flight");
-        Some(known)
     }
 
     fn end(&mut self) {
@@ -295,7 +308,13 @@ proptest! {
             }
             left[flow] += 1;
             let kind = FlowKind { weight: 1, level: 4 };
-            order.enqueue(&ask(&flow.to_string(), kind, cost), flow).expect("nothing bounds this run");
+            match order.enqueue(&ask(&flow.to_string(), kind, cost), flow).expect("nothing bounds this run") {
+                Entered::Waiting(_) => {}
+                Entered::Granted { place, units } => {
+                    running.push((place, flow, units));
+                    left[flow] -= 1;
+                }
+            }
             if i % 3 == 2 && !running.is_empty() {
                 let (place, ..) = running.remove(i % running.len());
                 order.finish(place);
@@ -342,13 +361,11 @@ fn a_backlogged_flow_beside_an_endless_stream_of_one_request_flows_gets_its_shar
     for level in [0, 4, 7] {
         let kind = FlowKind { weight: 1, level: 0 };
         let mut run = Run::new(FairOrder::new(Rules { capacity: 1, ..rules(10) }), vec![kind]);
-        for _ in 0..1_000 {
-            run.apply(Op::Enqueue { flow: 0, cost: 1 });
-        }
+        run.apply(Op::OneShot { level, cost: 1 });
+        enqueue(&mut run, 0, 1_000, 1);
         for _ in 0..3 {
             run.apply(Op::OneShot { level, cost: 1 });
         }
-        run.grant();
         let mut backlogged = 0;
         for _ in 0..1_000 {
             run.apply(Op::Release);
@@ -381,46 +398,31 @@ fn a_hundred_thousand_one_request_flows_leave_no_state() {
 #[test]
 fn shares_follow_the_weights() {
     let kinds = [1, 3, 6].map(|weight| FlowKind { weight, level: 4 });
-    let mut run = Run::new(FairOrder::new(Rules { capacity: 1, ..rules(10) }), kinds.to_vec());
-    for flow in 0..3 {
-        for _ in 0..700 {
-            run.apply(Op::Enqueue { flow, cost: 1 });
-        }
-    }
-    for _ in 0..1_000 {
-        run.grant();
-        run.apply(Op::Release);
-    }
-    let served = |flow| run.granted.iter().filter(|known| known.flow == Some(flow)).count();
-    assert_eq!([served(0), served(1), served(2)], [100, 300, 600]);
+    let mut run = Run::busy(10, kinds.to_vec());
+    (0..3).for_each(|flow| enqueue(&mut run, flow, 700, 1));
+    let served = served(&mut run, 1_000);
+    let count = |flow| served.iter().filter(|&&f| f == flow).count();
+    assert_eq!([count(0), count(1), count(2)], [100, 300, 600]);
 }
 
 #[test]
 fn a_higher_priority_has_its_head_start_and_no_more() {
-    let kinds = [0, 2].map(|level| FlowKind { weight: 1, level });
-    let mut run = Run::new(FairOrder::new(Rules { capacity: 1, ..rules(5) }), kinds.to_vec());
-    for flow in 0..2 {
-        for _ in 0..100 {
-            run.apply(Op::Enqueue { flow, cost: 1 });
-        }
-    }
-    for _ in 0..100 {
-        run.grant();
-        run.apply(Op::Release);
-    }
-    let first_low = run.granted.iter().position(|known| known.flow == Some(0)).unwrap();
+    let mut run = Run::busy(5, levels(&[0, 2]));
+    (0..2).for_each(|flow| enqueue(&mut run, flow, 100, 1));
+    let served = served(&mut run, 100);
     // Two levels of five units each; on the tie that follows the earlier arrival is next.
-    assert_eq!(first_low, 10);
-    let low = run.granted.iter().filter(|known| known.flow == Some(0)).count();
-    assert_eq!(low, 45);
+    assert_eq!(served.iter().position(|&flow| flow == 0), Some(10));
+    assert_eq!(served.iter().filter(|&&flow| flow == 0).count(), 45);
 }
 
 #[test]
 fn within_a_flow_priority_does_not_reorder() {
     let mut order = FairOrder::new(Rules { capacity: 1, ..rules(10) });
+    let holder = granted(order.enqueue(&Ask::new(), 0));
     for (number, level) in [(1, 0), (2, 7), (3, 4)] {
         order.enqueue(&Ask::new().flow("a").priority(Priority::new(level).unwrap()), number).unwrap();
     }
+    order.finish(holder);
     let mut granted = vec![];
     while let Some(grant) = order.grant_next() {
         let place = grant.place;
@@ -430,12 +432,27 @@ fn within_a_flow_priority_does_not_reorder() {
     assert_eq!(granted, [1, 2, 3]);
 }
 
+#[track_caller]
+fn granted(entered: Result<Entered, Cause>) -> Place {
+    match entered {
+        Ok(Entered::Granted { place, .. }) => place,
+        other => panic!("{other:?} where nobody stands before"),
+    }
+}
+
+#[track_caller]
+fn waiting(entered: Result<Entered, Cause>) -> Place {
+    match entered {
+        Ok(Entered::Waiting(place)) => place,
+        other => panic!("{other:?} where it has to wait"),
+    }
+}
+
 // B38.
 #[test]
 fn a_cost_above_the_capacity_runs_alone_or_is_refused_at_once() {
     let mut order = FairOrder::new(rules(10));
-    order.enqueue(&simple(1), "small").unwrap();
-    let small = order.grant_next().unwrap().place;
+    let small = granted(order.enqueue(&simple(1), "small"));
     order.enqueue(&simple(CAPACITY + 1), "wide").unwrap();
     assert!(order.grant_next().is_none(), "it runs alone");
     order.finish(small);
@@ -444,7 +461,8 @@ fn a_cost_above_the_capacity_runs_alone_or_is_refused_at_once() {
 
     let mut order = FairOrder::new(Rules { too_wide: TooWide::Refuse, ..rules(10) });
     assert_eq!(order.enqueue(&simple(CAPACITY + 1), "wide").unwrap_err(), Cause::TooWide);
-    order.enqueue(&simple(8), "eight").unwrap();
+    granted(order.enqueue(&simple(CAPACITY), "all"));
+    waiting(order.enqueue(&simple(8), "eight"));
     order.resize(5);
     let refused: Vec<_> = order.too_wide().map(|(_, ticket)| *ticket).collect();
     assert_eq!(refused, ["eight"]);
@@ -454,23 +472,21 @@ fn a_cost_above_the_capacity_runs_alone_or_is_refused_at_once() {
 fn bounds_on_waiting_refuse_and_change_nothing() {
     let mut order =
         FairOrder::new(Rules { capacity: 1, max_waiting: 3, max_waiting_per_flow: 2, ..rules(10) });
-    order.enqueue(&Ask::new(), ()).unwrap();
-    assert!(order.grant_next().is_some());
+    granted(order.enqueue(&Ask::new(), ()));
     order.enqueue(&Ask::new().flow("a"), ()).unwrap();
     order.enqueue(&Ask::new().flow("a"), ()).unwrap();
     assert_eq!(order.enqueue(&Ask::new().flow("a"), ()).unwrap_err(), Cause::FlowFull);
     order.enqueue(&Ask::new().flow("b"), ()).unwrap();
     assert_eq!(order.enqueue(&Ask::new().flow("c"), ()).unwrap_err(), Cause::QueueFull);
-    assert_eq!((order.waiting(), order.flows()), (3, 3));
+    assert_eq!((order.waiting(), order.flows()), (3, 2));
 }
 
 #[test]
 fn positions_are_exact_in_a_flow_and_by_weight_over_flows() {
     let mut order = FairOrder::new(Rules { capacity: 1, ..rules(10) });
-    order.enqueue(&Ask::new(), 0).unwrap();
-    assert!(order.grant_next().is_some());
+    granted(order.enqueue(&Ask::new(), 0));
     let flow = |name: &str, weight| Ask::new().flow(name).weight(Weight::new(weight).unwrap());
-    let alone: Vec<_> = (0..3).map(|n| order.enqueue(&flow("a", 1), n).unwrap()).collect();
+    let alone: Vec<_> = (0..3).map(|n| waiting(order.enqueue(&flow("a", 1), n))).collect();
     let positions = |order: &FairOrder<i32>| alone.iter().map(|p| order.position(*p)).collect::<Vec<_>>();
     assert_eq!(positions(&order), [Some(1), Some(2), Some(3)]);
     assert_eq!(order.position_of_next(&flow("a", 1)), 4);
@@ -485,12 +501,11 @@ fn positions_are_exact_in_a_flow_and_by_weight_over_flows() {
     assert_eq!(order.position_of_next(&flow("b", 3)), 12, "never more than all that wait");
 }
 
-/// The flows of the next `n` grants, each released at once.
+/// The flows of the next `n` grants, each made by the release of the one before.
 fn served(run: &mut Run, n: usize) -> Vec<usize> {
     let flow = |run: &mut Run| {
-        let flow = run.grant().expect("someone waits").flow.expect("of a lasting flow");
         run.apply(Op::Release);
-        flow
+        run.grant().expect("someone waits").flow.expect("of a lasting flow")
     };
     (0..n).map(|_| flow(run)).collect()
 }
@@ -506,7 +521,7 @@ fn levels(levels: &[u8]) -> Vec<FlowKind> {
 // P3: cancelled requests are not charged.
 #[test]
 fn a_flow_whose_heads_are_cancelled_keeps_its_turn() {
-    let mut run = Run::new(FairOrder::new(rules(10)), levels(&[4, 4]));
+    let mut run = Run::busy(10, levels(&[4, 4]));
     enqueue(&mut run, 0, 3, 10);
     enqueue(&mut run, 1, 30, 1);
     for _ in 0..2 {
@@ -520,7 +535,7 @@ fn a_flow_whose_heads_are_cancelled_keeps_its_turn() {
 
 #[test]
 fn a_head_start_is_whole_over_flows_that_come_while_only_higher_levels_wait() {
-    let mut run = Run::new(FairOrder::new(rules(5)), levels(&[1, 0, 0]));
+    let mut run = Run::busy(5, levels(&[1, 0, 0]));
     enqueue(&mut run, 0, 100, 1);
     assert_eq!(served(&mut run, 50), [0; 50]);
     enqueue(&mut run, 1, 20, 1);
@@ -534,12 +549,14 @@ fn a_head_start_is_whole_over_flows_that_come_while_only_higher_levels_wait() {
 
 #[test]
 fn head_starts_are_anew_once_nothing_waited() {
-    let mut run = Run::new(FairOrder::new(rules(5)), levels(&[1, 0]));
+    let mut run = Run::busy(5, levels(&[1, 0]));
     for _ in 0..3 {
         enqueue(&mut run, 1, 1, 1);
         enqueue(&mut run, 0, 5, 1);
         // The whole head start is used, and the one it was used against leaves.
         assert_eq!(served(&mut run, 5), [0; 5]);
         run.apply(Op::Cancel { nth: 0 });
+        run.apply(Op::Release);
+        run.apply(Op::OneShot { level: 4, cost: CAPACITY });
     }
 }

@@ -25,7 +25,7 @@ use std::{
 
 use axum::{
     Json, Router,
-    body::{Body, to_bytes},
+    body::to_bytes,
     extract::{Path, Request, State},
     http::{HeaderValue, Method, StatusCode, header},
     middleware::{Next, from_fn_with_state},
@@ -246,7 +246,7 @@ async fn busy(history: History, rejection: Rejection, request: Request) -> Respo
         let (question, cause) = (asked.question, Some(rejection.cause().as_str()));
         history.keep(asked.conversation, Exchange { question, answer, status: "rejected", cause });
     }
-    rejection.response().map(Body::from)
+    rejection.response()
 }
 
 /// Stands outside the queue. While a request is parked, hyper notices that an HTTP/1 client has left only if nothing of the

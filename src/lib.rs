@@ -1,4 +1,81 @@
 //! The fair line in front of expensive endpoints.
+//!
+//! Some endpoints are too expensive to run all at once: a chat stream holds a GPU slot for half a minute, a report holds a
+//! database for ten seconds. A rate limit does not help, since it counts what begins and not what is under way. [`FairQueueLayer`]
+//! caps the units *in flight*, parks the other requests in a fair line, answers at a deadline, and holds each permit until the
+//! response body has ended or is dropped.
+//!
+//! ```
+//! use std::time::Duration;
+//! use axum::{Router, routing::post};
+//! use tower_fair_queue::{FairQueueConfig, FairQueueLayer};
+//!
+//! # async fn chat() -> &'static str { "hello" }
+//! let config = FairQueueConfig::builder("chat").capacity(3).max_wait(Duration::from_secs(20)).build()?;
+//! let layer = FairQueueLayer::new(config);
+//! let app: Router = Router::new().route("/chat", post(chat)).layer(layer);
+//! # Ok::<(), tower_fair_queue::ConfigError>(())
+//! ```
+//!
+//! The same queue works without HTTP: [`FairQueue::acquire`].
+//!
+//! # What fair means
+//!
+//! Requests that share a key, a tenant say, are one [flow](Ask::flow), and a flow is served in order of arrival. Flows that wait share
+//! the capacity by [`Weight`], counted in units of [cost](Ask::cost): between two of them the units served by weight differ by at most
+//! one largest request of each, however many other flows come and go. A [`Priority`] is a bounded head start on top of that and no
+//! precedence. A flow that was idle has earned nothing, and requests that were cancelled, refused or too late are not charged. With no
+//! flows named the line is first come, first served.
+//!
+//! # What is guaranteed
+//!
+//! - P1: the units in flight never exceed the capacity.
+//! - P2: within a flow, grants follow the order of arrival.
+//! - P3: flows share by weight, within the bound above.
+//! - P4: a wide request is never passed for ever; a low priority is delayed by a bounded amount.
+//! - P5: each request ends exactly once, and callbacks run at most once.
+//! - P6: every permit returns at once: at the end, error or drop of the body, a panic, a disconnect that the server sees.
+//! - P7: each waiting request has its answer by its deadline, within 50 ms of what the runtime's timer allows.
+//! - P8: what waits is bounded, and nothing is kept of flows that neither wait nor run.
+//! - P11: a [drain](FairQueue::drain) answers the waiting and bounds the running.
+//! - P12: a granted response is what the service sent, frame for frame.
+//!
+//! # What is not
+//!
+//! Each process has a queue of its own. A client that leaves is noticed when the server notices: hyper 1 drops a parked HTTP/1
+//! request only if its body was read already, HTTP/2 resets are always seen. A client that stops reading with its connection open holds
+//! its permit for as long as the server keeps the response. An upgraded connection gives its permit back at the handshake.
+//!
+//! # Back-pressure
+//!
+//! The service is always ready: which line a request stands in is known only with the request, so waiting is the response future's
+//! and not `poll_ready`'s. What holds back is [`max_waiting`](FairQueueConfigBuilder::max_waiting): a full queue rejects at once.
+//!
+//! # Metrics
+//!
+//! The queue reports to whatever recorder of the `metrics` crate is installed before its first use; with none it costs next to nothing.
+//!
+//! | metric | kind | labels | what it tells |
+//! |---|---|---|---|
+//! | `fairqueue_waiting_requests` | gauge | `queue` | requests parked in line in this process |
+//! | `fairqueue_in_flight_units` | gauge | `queue` | units held by permits of this process |
+//! | `fairqueue_capacity_units` | gauge | `queue` | the capacity; `+Inf` where there is no bound |
+//! | `fairqueue_requests_total` | counter | `queue`, `outcome` | asks ended: `granted`, `timed_out`, `cancelled`, `refused` |
+//! | `fairqueue_rejections_total` | counter | `queue`, `cause` | asks that got no permit, by [`Cause`] |
+//! | `fairqueue_granted_units_total` | counter | `queue` | units handed out |
+//! | `fairqueue_released_units_total` | counter | `queue` | units that came back |
+//! | `fairqueue_responses_total` | counter | `queue`, `outcome` | granted responses ended: `completed`, `aborted`, `failed`, `revoked` |
+//! | `fairqueue_bypassed_requests_total` | counter | `queue` | requests that the classifier let pass |
+//! | `fairqueue_wait_seconds` | histogram | `queue`, `outcome` | time from arrival to the end of the wait |
+//! | `fairqueue_hold_seconds` | histogram | `queue` | time from grant to release |
+//!
+//! # Features
+//!
+//! None yet: the queue in memory is always built.
+//!
+//! # Minimum supported Rust version
+//!
+//! 1.88. It is raised only in a minor release, with a line in the changelog.
 
 mod backend;
 mod config;
@@ -19,3 +96,8 @@ pub use crate::{
     queue::{Acquire, Drained, FairQueue, Permit, Stats},
     schedule::{Ask, Flow, Priority, Weight},
 };
+
+/// The examples of the README compile.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,18 +1,5 @@
 //! Every metric: its name, unit, help and labels. No other file names the `metrics` crate.
-//!
-//! | metric | kind | labels | what it tells |
-//! |---|---|---|---|
-//! | `fairqueue_waiting_requests` | gauge | `queue` | requests parked in line in this process |
-//! | `fairqueue_in_flight_units` | gauge | `queue` | units held by permits of this process |
-//! | `fairqueue_capacity_units` | gauge | `queue` | the capacity; `+Inf` where there is no bound |
-//! | `fairqueue_requests_total` | counter | `queue`, `outcome` | asks ended: `granted`, `timed_out`, `cancelled`, `refused` |
-//! | `fairqueue_rejections_total` | counter | `queue`, `cause` | asks that got no permit, by [`Cause`] |
-//! | `fairqueue_granted_units_total` | counter | `queue` | units handed out |
-//! | `fairqueue_released_units_total` | counter | `queue` | units that came back |
-//! | `fairqueue_responses_total` | counter | `queue`, `outcome` | granted HTTP responses ended: `completed`, `aborted`, `failed`, `revoked` |
-//! | `fairqueue_bypassed_requests_total` | counter | `queue` | HTTP requests that the classifier let pass |
-//! | `fairqueue_wait_seconds` | histogram | `queue`, `outcome` | time from arrival to the end of the wait |
-//! | `fairqueue_hold_seconds` | histogram | `queue` | time from grant to release |
+//! The table for users stands in the crate's documentation.
 //!
 //! Values come from what the requests of this process do, in the order in which one request does it, so no gauge
 //! is ever negative. No label holds anything a client chose.

@@ -94,7 +94,7 @@ impl Rejection {
     /// A request whose content type is `application/grpc` gets a gRPC status instead, in a response of headers alone: 8
     /// (`RESOURCE_EXHAUSTED`) where HTTP gets 429, 7 (`PERMISSION_DENIED`) for 403, 14 (`UNAVAILABLE`) for 503.
     #[must_use]
-    pub fn response(&self) -> Response<Bytes> {
+    pub fn response<B: From<Bytes>>(&self) -> Response<B> {
         let mut response = if self.grpc { self.grpc_response() } else { self.problem_response() };
         let headers = response.headers_mut();
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
@@ -106,7 +106,7 @@ impl Rejection {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         response.extensions_mut().insert(self.clone());
-        response
+        response.map(B::from)
     }
 
     fn problem_response(&self) -> Response<Bytes> {
@@ -174,7 +174,7 @@ mod tests {
     #[test]
     fn every_cause_has_a_problem_of_its_own() {
         for cause in Cause::ALL {
-            let response = rejection(cause, None, "text/plain").response();
+            let response = rejection(cause, None, "text/plain").response::<Bytes>();
             let body: serde_json::Value = serde_json::from_slice(response.body()).unwrap();
             assert_eq!(body["cause"], cause.as_str());
             assert_eq!(body["status"], response.status().as_u16());
@@ -203,16 +203,16 @@ mod tests {
     #[test]
     fn grpc_requests_get_a_grpc_status() {
         for content_type in ["application/grpc", "application/grpc+proto", "Application/gRPC; x=y"] {
-            let response = rejection(Cause::TimedOut, None, content_type).response();
+            let response = rejection(Cause::TimedOut, None, content_type).response::<Bytes>();
             assert_eq!(response.status(), StatusCode::OK);
             assert_eq!(response.headers()["grpc-status"], "14");
             assert!(response.body().is_empty());
         }
         assert_eq!(
-            rejection(Cause::FlowFull, None, "application/grpc").response().headers()["grpc-status"],
+            rejection(Cause::FlowFull, None, "application/grpc").response::<Bytes>().headers()["grpc-status"],
             "8"
         );
-        let web = rejection(Cause::TimedOut, None, "application/grpc-web").response();
+        let web = rejection(Cause::TimedOut, None, "application/grpc-web").response::<Bytes>();
         assert_eq!(web.status(), StatusCode::SERVICE_UNAVAILABLE);
     }
 }

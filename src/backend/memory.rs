@@ -1,9 +1,6 @@
 //! The line of one process, in its own memory.
 
-use std::{
-    sync::{Arc, PoisonError},
-    task::Waker,
-};
+use std::sync::{Arc, PoisonError};
 
 use tokio::time::Instant;
 
@@ -12,7 +9,7 @@ use crate::{
     error::Cause,
     queue::Ticket,
     schedule::{Ask, DrainRate, Entered, FairOrder, Finished, Rules},
-    sync::Mutex,
+    sync::{Mutex, WakeList},
 };
 
 /// The fair order under one lock. Units go from who releases to who is next while the lock is held, so there is no
@@ -46,15 +43,15 @@ impl Memory {
     ///
     /// Nothing in here runs code of a user's, so a poisoned lock would mean a defect of this crate's; the
     /// state is used on, since the other requests are worth more than the word of it.
-    fn change<R>(&self, change: impl FnOnce(&mut State, &mut Vec<Waker>) -> R) -> R {
-        let mut wake = Vec::new();
+    fn change<R>(&self, change: impl FnOnce(&mut State, &mut WakeList) -> R) -> R {
+        let mut wake = WakeList::default();
         let result = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             let result = change(&mut state, &mut wake);
             state.dispatch(&mut wake);
             result
         };
-        wake.into_iter().for_each(Waker::wake);
+        wake.wake();
         result
     }
 }
@@ -62,7 +59,7 @@ impl Memory {
 impl State {
     /// Grants while the head of the line fits. A ticket that was decided otherwise in this instant takes nothing:
     /// its units go to the next.
-    fn dispatch(&mut self, wake: &mut Vec<Waker>) {
+    fn dispatch(&mut self, wake: &mut WakeList) {
         while let Some(grant) = self.order.grant_next() {
             if !grant.ticket.grant(grant.units, wake) {
                 let place = grant.place;
@@ -71,7 +68,7 @@ impl State {
         }
     }
 
-    fn refuse_all(&mut self, places: Vec<(Place, Arc<Ticket>)>, cause: Cause, wake: &mut Vec<Waker>) {
+    fn refuse_all(&mut self, places: Vec<(Place, Arc<Ticket>)>, cause: Cause, wake: &mut WakeList) {
         for (place, ticket) in places {
             ticket.refuse(cause, wake);
             self.order.finish(place);

@@ -8,7 +8,7 @@ use std::{
 
 use crate::{
     error::Cause,
-    sync::{AtomicBool, AtomicU8, AtomicU32, Mutex},
+    sync::{AtomicBool, AtomicU8, AtomicU32, Mutex, WakeList},
 };
 
 /// Waiting; left once, by whoever is first of the four below.
@@ -60,7 +60,7 @@ impl Ticket {
     /// Hands `units` to the ticket. `false`: it is pending no more, and the units are the next one's.
     ///
     /// The caller wakes the waker it gets once it holds no lock.
-    pub(crate) fn grant(&self, units: u32, wake: &mut Vec<Waker>) -> bool {
+    pub(crate) fn grant(&self, units: u32, wake: &mut WakeList) -> bool {
         self.units.store(units, Ordering::Relaxed);
         self.leave_pending(GRANTED) && self.take_waker(wake)
     }
@@ -72,7 +72,7 @@ impl Ticket {
     }
 
     /// Refuses the ticket for `cause`; `false` if it is pending no more.
-    pub(crate) fn refuse(&self, cause: Cause, wake: &mut Vec<Waker>) -> bool {
+    pub(crate) fn refuse(&self, cause: Cause, wake: &mut WakeList) -> bool {
         let index = Cause::ALL.iter().position(|&c| c == cause).and_then(|i| u8::try_from(i).ok());
         let phase = REFUSED + index.expect("every cause is listed");
         self.leave_pending(phase) && self.take_waker(wake)
@@ -95,7 +95,7 @@ impl Ticket {
     }
 
     /// Asks the holder of the permit to end. It is told through the waker, and units come back when it does.
-    pub(crate) fn revoke(&self, wake: &mut Vec<Waker>) {
+    pub(crate) fn revoke(&self, wake: &mut WakeList) {
         self.revoked.store(true, Ordering::Release);
         self.take_waker(wake);
     }
@@ -152,8 +152,9 @@ impl Ticket {
         drop(replaced);
     }
 
-    fn take_waker(&self, wake: &mut Vec<Waker>) -> bool {
-        wake.extend(self.waker.lock().unwrap_or_else(PoisonError::into_inner).take());
+    fn take_waker(&self, wake: &mut WakeList) -> bool {
+        let waker = self.waker.lock().unwrap_or_else(PoisonError::into_inner).take();
+        waker.into_iter().for_each(|waker| wake.push(waker));
         true
     }
 

@@ -298,7 +298,7 @@ impl<T> FairOrder<T> {
             self.withdraw(flow);
             self.compete(flow, None);
         };
-        let head = self.withdraw(flow).expect("a flow among the heads has a head");
+        let head = self.leave(flow).expect("a flow among the heads has a head");
         self.levels.granted(head.level, score);
         self.in_flight += u64::from(units);
         self.waiting -= 1;
@@ -311,7 +311,10 @@ impl<T> FairOrder<T> {
         } else {
             state.in_flight += u64::from(units);
         }
-        self.compete(flow, Some(head.tag));
+        // The new head goes in before the old one goes out: a map that is never empty keeps its node.
+        self.join(flow, Some(head.tag));
+        self.heads.remove(&(score, arrival));
+        self.reset_if_idle();
         if score > self.rebase_at {
             self.rebase(score);
         }
@@ -443,6 +446,11 @@ impl<T> FairOrder<T> {
     /// Enters a flow's first waiting ticket into the competition, which the flow has been in since its start
     /// at `since`, or joins now. A flow at its cap stays out; a flow with nothing left is forgotten.
     fn compete(&mut self, flow: usize, since: Option<Fraction>) {
+        self.join(flow, since);
+        self.reset_if_idle();
+    }
+
+    fn join(&mut self, flow: usize, since: Option<Fraction>) {
         let state = &self.flows[flow];
         if let Some(&(arrival, index)) = state.line.front() {
             let entry = &self.entries[index];
@@ -466,6 +474,10 @@ impl<T> FairOrder<T> {
                 None => self.unnamed[state.level] = None,
             }
         }
+    }
+
+    /// With nobody in the competition, nobody is owed anything.
+    fn reset_if_idle(&mut self) {
         if self.heads.is_empty() {
             self.levels.reset();
         }
@@ -473,8 +485,14 @@ impl<T> FairOrder<T> {
 
     /// Takes a flow's head out of the competition.
     fn withdraw(&mut self, flow: usize) -> Option<Head> {
-        let head = self.flows[flow].head.take()?;
+        let head = self.leave(flow)?;
         self.heads.remove(&(head.score, head.arrival));
+        Some(head)
+    }
+
+    /// As [`withdraw`](Self::withdraw), but for the map of heads.
+    fn leave(&mut self, flow: usize) -> Option<Head> {
+        let head = self.flows[flow].head.take()?;
         self.levels.leave(head.level);
         self.active_weight -= u64::from(head.weight);
         Some(head)

@@ -41,22 +41,36 @@ pin_project! {
 
 pin_project! {
     #[project = StateProj]
-    #[project_replace = StateOwn]
     enum State<S, R, ReqBody, ResBody>
     where
         S: Service<Request<ReqBody>>,
         R: Reject<ReqBody, ResBody>,
     {
         /// In line. Left for `Preparing` by a grant, for `Rejecting` by anything else.
-        Waiting { #[pin] acquire: Acquire, inner: S, reject: Arc<R>, shared: Arc<Shared>, request: Request<ReqBody> },
+        Waiting { #[pin] acquire: Acquire, parked: Option<Parked<S, R, ReqBody>> },
         /// Granted, or passing by without a permit, until the inner service is ready.
-        Preparing { inner: S, request: Request<ReqBody>, holding: Holding },
+        Preparing { granted: Option<Granted<S, ReqBody>> },
         /// The inner service is at work. The future stands before the holding, so it is dropped before the units go back.
-        Running { #[pin] future: S::Future, method: Method, version: Version, holding: Holding },
+        Running { #[pin] future: S::Future, method: Method, version: Version, holding: Option<Holding> },
         /// Rejected; the answer is being made.
         Rejecting { #[pin] answer: R::Future },
         Done,
     }
+}
+
+/// What a request in line keeps until it is decided.
+struct Parked<S, R, ReqBody> {
+    inner: S,
+    reject: Arc<R>,
+    shared: Arc<Shared>,
+    request: Request<ReqBody>,
+}
+
+/// A request that may go to its service, once that is ready.
+struct Granted<S, ReqBody> {
+    inner: S,
+    request: Request<ReqBody>,
+    holding: Holding,
 }
 
 impl<S, R, ReqBody, ResBody> ResponseFuture<S, R, ReqBody, ResBody>
@@ -65,7 +79,11 @@ where
     R: Reject<ReqBody, ResBody>,
 {
     pub(super) fn pass(inner: S, request: Request<ReqBody>) -> Self {
-        Self { state: State::Preparing { inner, request, holding: Holding::new(None) } }
+        Self {
+            state: State::Preparing {
+                granted: Some(Granted { inner, request, holding: Holding::new(None) }),
+            },
+        }
     }
 
     pub(super) fn wait(
@@ -75,7 +93,7 @@ where
         shared: Arc<Shared>,
         request: Request<ReqBody>,
     ) -> Self {
-        Self { state: State::Waiting { acquire, inner, reject, shared, request } }
+        Self { state: State::Waiting { acquire, parked: Some(Parked { inner, reject, shared, request }) } }
     }
 
     pub(super) fn refuse(reject: &R, shared: &Shared, request: Request<ReqBody>) -> Self {
@@ -95,18 +113,14 @@ where
         Self::Rejecting { answer: reject.reject(rejection, request) }
     }
 
-    /// Hands the request to the service, which is ready.
-    fn running(mut inner: S, request: Request<ReqBody>, holding: Holding) -> Self {
-        let (method, version) = (request.method().clone(), request.version());
-        Self::Running { future: inner.call(request), method, version, holding }
-    }
-
     /// Ends a granted request whose service had not answered when the grace of a drain was over. The request is the
     /// service's by now, so this gives the default answer, whoever answers rejections.
     fn revoked<Body>(mut self: Pin<&mut Self>) -> Response<ResponseBody<Body>> {
         let (holding, version) = match self.as_mut().project() {
-            StateProj::Preparing { request, holding, .. } => (holding, request.version()),
-            StateProj::Running { holding, version, .. } => (holding, *version),
+            StateProj::Preparing { granted: Some(granted) } => {
+                (&mut granted.holding, granted.request.version())
+            }
+            StateProj::Running { holding: Some(holding), version, .. } => (holding, *version),
             _ => unreachable!("only a granted request can be revoked"),
         };
         holding.ends(Ended::Revoked);
@@ -116,6 +130,26 @@ where
         // The service's future goes here, and after it the permit.
         self.set(Self::Done);
         rejection.response().map(ResponseBody::whole)
+    }
+}
+
+impl<S, ReqBody> Granted<S, ReqBody>
+where
+    S: Service<Request<ReqBody>>,
+{
+    /// Hands the request to the service, which is ready.
+    fn run<R, ResBody>(mut self) -> State<S, R, ReqBody, ResBody>
+    where
+        R: Reject<ReqBody, ResBody>,
+    {
+        let (method, version) = (self.request.method().clone(), self.request.version());
+        let future = self.inner.call(self.request);
+        State::Running { future, method, version, holding: Some(self.holding) }
+    }
+
+    fn fail(mut self, error: S::Error) -> S::Error {
+        self.holding.ends(Ended::Failed);
+        error
     }
 }
 
@@ -131,62 +165,57 @@ where
         let mut state = self.project().state;
         loop {
             match state.as_mut().project() {
-                StateProj::Waiting { acquire, .. } => {
+                StateProj::Waiting { acquire, parked } => {
                     let answer = ready!(acquire.poll(cx));
-                    let StateOwn::Waiting { inner, reject, shared, mut request, .. } =
-                        state.as_mut().project_replace(State::Done)
-                    else {
-                        unreachable!("the state was `Waiting` a moment ago");
-                    };
+                    let Parked { inner, reject, shared, mut request } =
+                        parked.take().expect("it is taken once, with the one answer");
                     let next = match answer {
                         Ok(permit) => {
                             Mark::put(&permit, request.extensions_mut());
-                            let mut holding = Holding::new(Some(permit));
-                            let mut inner = inner;
-                            match inner.poll_ready(cx) {
-                                Poll::Ready(Ok(())) => State::running(inner, request, holding),
+                            let holding = Holding::new(Some(permit));
+                            let mut granted = Granted { inner, request, holding };
+                            // Most services are ready at once; they need no state in between.
+                            match granted.inner.poll_ready(cx) {
+                                Poll::Ready(Ok(())) => granted.run(),
                                 Poll::Ready(Err(error)) => {
-                                    holding.ends(Ended::Failed);
-                                    return Poll::Ready(Err(error));
+                                    state.set(State::Done);
+                                    return Poll::Ready(Err(granted.fail(error)));
                                 }
-                                Poll::Pending => State::Preparing { inner, request, holding },
+                                Poll::Pending => State::Preparing { granted: Some(granted) },
                             }
                         }
                         Err(error) => State::rejecting(&*reject, &shared, error, request),
                     };
                     state.set(next);
                 }
-                StateProj::Preparing { inner, holding, .. } => {
-                    let prepared = match inner.poll_ready(cx) {
+                StateProj::Preparing { granted: slot } => {
+                    let granted = slot.as_mut().expect("it is taken once, when the service is ready");
+                    let prepared = match granted.inner.poll_ready(cx) {
                         Poll::Ready(prepared) => prepared,
-                        Poll::Pending if holding.poll_revoked(cx) => {
+                        Poll::Pending if granted.holding.poll_revoked(cx) => {
                             return Poll::Ready(Ok(state.revoked()));
                         }
                         Poll::Pending => return Poll::Pending,
                     };
-                    let StateOwn::Preparing { inner, request, mut holding } =
-                        state.as_mut().project_replace(State::Done)
-                    else {
-                        unreachable!("the state was `Preparing` a moment ago");
-                    };
+                    let granted = slot.take().expect("it was there a moment ago");
                     if let Err(error) = prepared {
-                        holding.ends(Ended::Failed);
-                        return Poll::Ready(Err(error));
+                        state.set(State::Done);
+                        return Poll::Ready(Err(granted.fail(error)));
                     }
-                    state.set(State::running(inner, request, holding));
+                    state.set(granted.run());
                 }
-                StateProj::Running { future, holding, .. } => {
+                StateProj::Running { future, method, holding: slot, .. } => {
                     let answer = match future.poll(cx) {
                         Poll::Ready(answer) => answer,
-                        Poll::Pending if holding.poll_revoked(cx) => {
+                        Poll::Pending if slot.as_ref().is_some_and(|holding| holding.poll_revoked(cx)) => {
                             return Poll::Ready(Ok(state.revoked()));
                         }
                         Poll::Pending => return Poll::Pending,
                     };
-                    let StateOwn::Running { method, mut holding, .. } = state.project_replace(State::Done)
-                    else {
-                        unreachable!("the state was `Running` a moment ago");
-                    };
+                    let mut holding = slot.take().expect("it is taken once, with the one answer");
+                    let method = method.clone();
+                    // The service's future goes before the body can give the permit back.
+                    state.set(State::Done);
                     return Poll::Ready(match answer {
                         Ok(response) => Ok(ResponseBody::granted(response, holding, &method)),
                         Err(error) => {

@@ -1,10 +1,10 @@
 //! Who is next.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 
 use slab::Slab;
 
-use super::{Ask, Flow, Priority, levels::Levels};
+use super::{Ask, Flow, Priority, heads::Heads, levels::Levels};
 use crate::{
     config::{FairQueueConfig, TooWide},
     error::Cause,
@@ -98,8 +98,7 @@ pub(crate) struct FairOrder<T> {
     flows: Slab<FlowState>,
     names: HashMap<Flow, usize>,
     unnamed: [Option<usize>; Priority::LEVELS],
-    /// The competing heads by score and arrival.
-    heads: BTreeMap<(i64, u64), usize>,
+    heads: Heads,
     levels: Levels,
     arrivals: u64,
     waiting: u64,
@@ -174,7 +173,7 @@ impl<T> FairOrder<T> {
             flows: Slab::new(),
             names: HashMap::new(),
             unnamed: [None; Priority::LEVELS],
-            heads: BTreeMap::new(),
+            heads: Heads::default(),
             levels: Levels::new(i64::from(rules.priority_step) * SCALE),
             arrivals: 0,
             waiting: 0,
@@ -285,7 +284,7 @@ impl<T> FairOrder<T> {
     /// until [`finish`](Self::finish).
     pub(crate) fn grant_next(&mut self) -> Option<Grant<'_, T>> {
         let (score, arrival, flow, index, units) = loop {
-            let (&(score, arrival), &flow) = self.heads.first_key_value()?;
+            let ((score, arrival), flow) = self.heads.first()?;
             let (_, index) = self.flows[flow].line[0];
             let units = self.clamp(self.entries[index].cost);
             if self.in_flight + u64::from(units) > self.rules.capacity {
@@ -298,7 +297,7 @@ impl<T> FairOrder<T> {
             self.withdraw(flow);
             self.compete(flow, None);
         };
-        let head = self.leave(flow).expect("a flow among the heads has a head");
+        let head = self.withdraw(flow).expect("a flow among the heads has a head");
         self.levels.granted(head.level, score);
         self.in_flight += u64::from(units);
         self.waiting -= 1;
@@ -311,10 +310,7 @@ impl<T> FairOrder<T> {
         } else {
             state.in_flight += u64::from(units);
         }
-        // The new head goes in before the old one goes out: a map that is never empty keeps its node.
-        self.join(flow, Some(head.tag));
-        self.heads.remove(&(score, arrival));
-        self.reset_if_idle();
+        self.compete(flow, Some(head.tag));
         if score > self.rebase_at {
             self.rebase(score);
         }
@@ -446,11 +442,6 @@ impl<T> FairOrder<T> {
     /// Enters a flow's first waiting ticket into the competition, which the flow has been in since its start
     /// at `since`, or joins now. A flow at its cap stays out; a flow with nothing left is forgotten.
     fn compete(&mut self, flow: usize, since: Option<Fraction>) {
-        self.join(flow, since);
-        self.reset_if_idle();
-    }
-
-    fn join(&mut self, flow: usize, since: Option<Fraction>) {
         let state = &self.flows[flow];
         if let Some(&(arrival, index)) = state.line.front() {
             let entry = &self.entries[index];
@@ -474,10 +465,6 @@ impl<T> FairOrder<T> {
                 None => self.unnamed[state.level] = None,
             }
         }
-    }
-
-    /// With nobody in the competition, nobody is owed anything.
-    fn reset_if_idle(&mut self) {
         if self.heads.is_empty() {
             self.levels.reset();
         }
@@ -485,14 +472,8 @@ impl<T> FairOrder<T> {
 
     /// Takes a flow's head out of the competition.
     fn withdraw(&mut self, flow: usize) -> Option<Head> {
-        let head = self.leave(flow)?;
-        self.heads.remove(&(head.score, head.arrival));
-        Some(head)
-    }
-
-    /// As [`withdraw`](Self::withdraw), but for the map of heads.
-    fn leave(&mut self, flow: usize) -> Option<Head> {
         let head = self.flows[flow].head.take()?;
+        self.heads.remove((head.score, head.arrival));
         self.levels.leave(head.level);
         self.active_weight -= u64::from(head.weight);
         Some(head)
@@ -514,10 +495,7 @@ impl<T> FairOrder<T> {
     /// Moves all virtual times back by the same amount. Happens once in years: see [`REBASE_AT`].
     fn rebase(&mut self, by: i64) {
         self.levels.rebase(by);
-        self.heads = std::mem::take(&mut self.heads)
-            .into_iter()
-            .map(|((score, arrival), flow)| ((score - by, arrival), flow))
-            .collect();
+        self.heads.rebase(by);
         for (_, state) in &mut self.flows {
             state.start.time -= by;
             if let Some(head) = &mut state.head {

@@ -5,6 +5,7 @@
 mod ask;
 mod drain_rate;
 mod fair_order;
+mod heads;
 mod levels;
 
 #[cfg(test)]

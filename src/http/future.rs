@@ -181,7 +181,15 @@ where
                                     state.set(State::Done);
                                     return Poll::Ready(Err(granted.fail(error)));
                                 }
-                                Poll::Pending => State::Preparing { granted: Some(granted) },
+                                Poll::Pending => {
+                                    let revoked = granted.holding.poll_revoked(cx);
+                                    state.set(State::Preparing { granted: Some(granted) });
+                                    return if revoked {
+                                        Poll::Ready(Ok(state.revoked()))
+                                    } else {
+                                        Poll::Pending
+                                    };
+                                }
                             }
                         }
                         Err(error) => State::rejecting(&*reject, &shared, error, request),

@@ -174,7 +174,7 @@ impl FairQueueConfigBuilder {
         self
     }
 
-    /// The most tickets that wait at once; one more is refused with
+    /// The most tickets that wait at once; one more that would have to wait is refused with
     /// [`Cause::QueueFull`](crate::Cause::QueueFull) (promise P8). Default 1,000, at least 1.
     ///
     /// With [`Limit::Unlimited`] memory is bounded by what the server in front accepts and nothing else.
@@ -215,8 +215,8 @@ impl FairQueueConfigBuilder {
     }
 
     /// The bounds of the wait a rejection asks for in `Retry-After`. Defaults 1 s and 60 s. The least is
-    /// at least 1 s, the most at most [`MAX_RETRY_AFTER`](FairQueueConfig::MAX_RETRY_AFTER), and both count in
-    /// whole seconds.
+    /// at least 1 s, the most at most [`MAX_RETRY_AFTER`](FairQueueConfig::MAX_RETRY_AFTER), and both are whole
+    /// seconds.
     pub fn retry_after(mut self, least: Duration, most: Duration) -> Self {
         self.retry_after = (least, most);
         self
@@ -246,9 +246,10 @@ impl FairQueueConfigBuilder {
             return Err(ConfigError::new("priority_step", self.priority_step, bound));
         }
         let (least, most) = self.retry_after;
-        if least < Duration::from_secs(1) || least > most || most > FairQueueConfig::MAX_RETRY_AFTER {
+        let whole = least.subsec_nanos() == 0 && most.subsec_nanos() == 0;
+        if !whole || least.as_secs() < 1 || least > most || most > FairQueueConfig::MAX_RETRY_AFTER {
             let bound = format_args!(
-                "a least of at least 1s and a most between that and {:?}",
+                "whole seconds, the least at least 1s and the most between that and {:?}",
                 FairQueueConfig::MAX_RETRY_AFTER
             )
             .to_string();
@@ -338,6 +339,7 @@ mod tests {
         let second = Duration::from_secs(1);
         refused(valid().retry_after(Duration::ZERO, second), "retry_after", "0ns to 1s");
         refused(valid().retry_after(2 * second, second), "retry_after", "2s to 1s");
+        refused(valid().retry_after(second, second * 3 / 2), "retry_after", "1s to 1.5s");
         refused(valid().retry_after(second, 86_401 * second), "retry_after", "1s to 86401s");
     }
 }

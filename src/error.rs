@@ -96,6 +96,11 @@ impl Cause {
         }
     }
 
+    /// The cause's place in [`ALL`](Self::ALL).
+    pub(crate) fn index(self) -> u8 {
+        self as u8
+    }
+
     fn reason(self) -> &'static str {
         match self {
             Self::TimedOut => "no permit came free before the deadline",
@@ -103,7 +108,7 @@ impl Cause {
             Self::FlowFull => "the flow has too many requests waiting",
             Self::ShuttingDown => "the queue is shutting down",
             Self::Unavailable => "the queue's backend is unavailable",
-            Self::TooWide => "the request costs more than the queue's capacity",
+            Self::TooWide => "the request costs more than may be in flight",
             Self::WouldWait => "no permit is free",
             Self::Refused => "the request was refused",
         }
@@ -203,3 +208,16 @@ impl fmt::Display for Revoked {
 }
 
 impl Error for Revoked {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_cause_stands_in_its_place() {
+        for (place, cause) in Cause::ALL.into_iter().enumerate() {
+            assert_eq!(usize::from(cause.index()), place);
+        }
+        assert_eq!(Cause::ALL.last(), Some(&Cause::Refused), "the last variant");
+    }
+}

@@ -64,7 +64,7 @@
 //! | `fairqueue_rejections_total` | counter | `queue`, `cause` | asks that got no permit, by [`Cause`] |
 //! | `fairqueue_granted_units_total` | counter | `queue` | units handed out |
 //! | `fairqueue_released_units_total` | counter | `queue` | units that came back |
-//! | `fairqueue_responses_total` | counter | `queue`, `outcome` | granted responses ended: `completed`, `aborted`, `failed`, `revoked` |
+//! | `fairqueue_responses_total` | counter | `queue`, `outcome` | granted responses ended: `completed`, `aborted` (dropped before its end: the client left, or the service panicked), `failed`, `revoked` |
 //! | `fairqueue_bypassed_requests_total` | counter | `queue` | requests that the classifier let pass |
 //! | `fairqueue_wait_seconds` | histogram | `queue`, `outcome` | time from arrival to the end of the wait |
 //! | `fairqueue_hold_seconds` | histogram | `queue` | time from grant to release |

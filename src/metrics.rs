@@ -100,9 +100,7 @@ impl Metrics {
             Waited::Granted => &self.granted,
             Waited::Cancelled => &self.cancelled,
             Waited::Rejected(cause) => {
-                if let Some(index) = Cause::ALL.iter().position(|&c| c == cause) {
-                    self.rejections[index].increment(1);
-                }
+                self.rejections[usize::from(cause.index())].increment(1);
                 if cause == Cause::TimedOut { &self.timed_out } else { &self.refused }
             }
         };

@@ -23,14 +23,28 @@ pub(crate) struct WakeList {
 }
 
 impl WakeList {
-    pub(crate) fn push(&mut self, waker: Waker) {
-        match &self.first {
-            None => self.first = Some(waker),
-            Some(_) => self.rest.push(waker),
+    pub(crate) fn extend(&mut self, waker: Option<Waker>) {
+        match (&self.first, waker) {
+            (None, waker) => self.first = waker,
+            (Some(_), Some(waker)) => self.rest.push(waker),
+            (Some(_), None) => {}
         }
     }
 
-    pub(crate) fn wake(self) {
-        self.first.into_iter().chain(self.rest).for_each(Waker::wake);
+    pub(crate) fn wake(mut self) {
+        self.wake_all();
+    }
+
+    fn wake_all(&mut self) {
+        while let Some(waker) = self.first.take().or_else(|| self.rest.pop()) {
+            waker.wake();
+        }
+    }
+}
+
+impl Drop for WakeList {
+    /// A waker is an executor's code; if one panics the others are called all the same.
+    fn drop(&mut self) {
+        self.wake_all();
     }
 }

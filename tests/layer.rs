@@ -257,7 +257,74 @@ async fn a_service_at_work_when_the_grace_is_over_is_answered_for() {
     assert_pending!(drain.poll());
     let response = assert_ready_ok!(response.poll());
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert!(response.extensions().get::<Revoked>().is_some());
+    assert!(
+        response.extensions().get::<Rejection>().is_none(),
+        "a rejected request was never started; this one was"
+    );
+    assert!(response.headers().get("retry-after").is_none());
+    assert!(drain.await.is_complete());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_service_does_not_begin_once_the_grace_is_over() {
+    let layer = layer(1);
+    let queue = layer.queue().clone();
+    let held = queue.try_acquire(Ask::new()).unwrap();
+    let service = layer.layer(service_fn(|_: Request<()>| async {
+        unreachable!("its permit was revoked before it began") as Result<Response<Full<Bytes>>, Infallible>
+    }));
+    let mut response = task::spawn(service.oneshot(Request::new(())));
+    assert_pending!(response.poll());
+    drop(held);
+    let mut drain = task::spawn(queue.drain(Duration::ZERO));
+    assert_pending!(drain.poll());
+    let response = assert_ready_ok!(response.poll());
     assert_eq!(response.extensions().get::<Rejection>().unwrap().cause(), Cause::ShuttingDown);
+    assert!(drain.await.is_complete());
+}
+
+// P8: extensions that are handed from request to request carry the marks of what is held, and of nothing else.
+#[tokio::test]
+async fn marks_of_what_has_ended_do_not_pile_up() {
+    let layers = [layer(1), layer(1)];
+    let services = layers.each_ref().map(|layer| {
+        layer.layer(service_fn(|request: Request<()>| async move {
+            let mut response = Response::new(Full::<Bytes>::default());
+            *response.extensions_mut() = request.extensions().clone();
+            Ok::<_, Infallible>(response)
+        }))
+    });
+    let mut extensions = http::Extensions::new();
+    for i in 0..100_000 {
+        let mut request = Request::new(());
+        *request.extensions_mut() = extensions;
+        let response = services[i % 2].clone().oneshot(request).await.unwrap();
+        extensions = response.extensions().clone();
+    }
+    // A chain of so many would overflow the stack of a small thread as it is dropped.
+    std::thread::Builder::new()
+        .stack_size(64 * 1024)
+        .spawn(move || drop(extensions))
+        .unwrap()
+        .join()
+        .unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_grpc_call_that_is_cut_off_gets_a_grpc_status() {
+    let layer = layer(1);
+    let queue = layer.queue().clone();
+    let service = layer.layer(service_fn(|_: Request<()>| async {
+        std::future::pending::<()>().await;
+        hello(Request::new(())).await
+    }));
+    let request = Request::builder().header("content-type", "application/grpc").body(()).unwrap();
+    let mut response = task::spawn(service.oneshot(request));
+    assert_pending!(response.poll());
+    let mut drain = task::spawn(queue.drain(Duration::ZERO));
+    assert_pending!(drain.poll());
+    assert_eq!(assert_ready_ok!(response.poll()).headers()["grpc-status"], "14");
     assert!(drain.await.is_complete());
 }
 

@@ -400,3 +400,49 @@ fn units_in_use_never_pass_the_capacity_and_all_come_back() {
     assert!((5..=7).contains(&peak), "{peak} units at once");
     assert_numbers(&queue, 0, 0);
 }
+
+/// A task whose executor panics when it is woken.
+struct Panics;
+
+impl std::task::Wake for Panics {
+    fn wake(self: std::sync::Arc<Self>) {
+        panic!("as a broken executor might");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waker_that_panics_keeps_nobody_else_from_waking() {
+    let queue = queue(config().capacity(3));
+    let held = queue.acquire(cost(3)).await.unwrap();
+    let waker = std::task::Waker::from(std::sync::Arc::new(Panics));
+    let mut broken = std::pin::pin!(queue.acquire(Ask::new()));
+    assert!(broken.as_mut().poll(&mut std::task::Context::from_waker(&waker)).is_pending());
+    let mut others = [task::spawn(queue.acquire(Ask::new())), task::spawn(queue.acquire(Ask::new()))];
+    others.iter_mut().for_each(|acquire| assert_pending!(acquire.poll()));
+    let release = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || drop(held)));
+    assert!(release.is_err());
+    for acquire in &mut others {
+        assert!(acquire.is_woken());
+        drop(assert_ready_ok!(acquire.poll()));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_estimate_counts_the_units_that_will_be_taken() {
+    let queue = queue(config().capacity(2).max_wait(Duration::from_secs(5)));
+    for _ in 0..20 {
+        // One held and one waiting, so that the time counts.
+        let (held, waiting) = (queue.acquire(cost(2)).await.unwrap(), task::spawn(queue.acquire(cost(2))));
+        let mut waiting = waiting;
+        assert_pending!(waiting.poll());
+        sleep(Duration::from_secs(1)).await;
+        drop(held);
+        drop(assert_ready_ok!(waiting.poll()));
+    }
+    let _held = queue.acquire(cost(2)).await.unwrap();
+    for units in [2, 1_000_000] {
+        let error = queue.acquire(cost(units)).await.unwrap_err();
+        let estimate = error.estimate().expect("units came back").as_secs_f64();
+        assert!((0.5..=2.5).contains(&estimate), "{estimate} s for a cost of {units}");
+    }
+}

@@ -4,10 +4,9 @@ use std::sync::{Arc, PoisonError};
 
 use tokio::time::Instant;
 
-use super::{Backend, Outlook, Place, Snapshot};
+use super::{Backend, Outlook, Place, Snapshot, Ticket};
 use crate::{
     error::Cause,
-    queue::Ticket,
     schedule::{Ask, DrainRate, Entered, FairOrder, Finished, Rules},
     sync::{Mutex, WakeList},
 };
@@ -23,6 +22,8 @@ pub(crate) struct Memory {
 struct State {
     order: FairOrder<Arc<Ticket>>,
     drain_rate: DrainRate,
+    /// Whether anyone waited after the last change.
+    waiting: bool,
     started: Instant,
     closed: Option<Cause>,
 }
@@ -33,6 +34,7 @@ impl Memory {
             state: Mutex::new(State {
                 order: FairOrder::new(rules),
                 drain_rate: DrainRate::default(),
+                waiting: false,
                 started: Instant::now(),
                 closed: None,
             }),
@@ -43,12 +45,13 @@ impl Memory {
     ///
     /// Nothing in here runs code of a user's, so a poisoned lock would mean a defect of this crate's; the
     /// state is used on, since the other requests are worth more than the word of it.
-    fn change<R>(&self, change: impl FnOnce(&mut State, &mut WakeList) -> R) -> R {
+    fn change<R>(&self, now: Instant, change: impl FnOnce(&mut State, &mut WakeList) -> R) -> R {
         let mut wake = WakeList::default();
         let result = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             let result = change(&mut state, &mut wake);
             state.dispatch(&mut wake);
+            state.note_waiting(now);
             result
         };
         wake.wake();
@@ -68,6 +71,15 @@ impl State {
         }
     }
 
+    /// Tells the drain rate whether its time counts.
+    fn note_waiting(&mut self, now: Instant) {
+        let waiting = self.order.waiting() > 0;
+        if waiting != self.waiting {
+            self.waiting = waiting;
+            self.drain_rate.count(waiting, now.saturating_duration_since(self.started));
+        }
+    }
+
     fn refuse_all(&mut self, places: Vec<(Place, Arc<Ticket>)>, cause: Cause, wake: &mut WakeList) {
         for (place, ticket) in places {
             ticket.refuse(cause, wake);
@@ -77,30 +89,36 @@ impl State {
 }
 
 impl Backend for Memory {
-    fn enqueue(&self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool) -> Option<Place> {
-        self.change(|state, wake| {
-            let entered = match state.closed {
-                Some(cause) => Err(cause),
-                None => state.order.enqueue(ask, Arc::clone(ticket)),
-            };
-            let place = match entered.map_err(|cause| ticket.refuse(cause, wake)).ok()? {
-                Entered::Granted { place, units } => {
-                    ticket.grant_unseen(units);
-                    return Some(place);
-                }
-                Entered::Waiting(place) => place,
-            };
-            state.dispatch(wake);
-            if !wait && ticket.refuse(Cause::WouldWait, wake) {
-                state.order.finish(place);
+    fn enqueue(&self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool, now: Instant) -> Option<Place> {
+        self.change(now, |state, wake| {
+            if let Some(cause) = state.closed {
+                ticket.refuse(cause, wake);
                 return None;
             }
-            Some(place)
+            match state.order.enqueue(ask, Arc::clone(ticket)) {
+                Ok(Entered::Granted { place, units }) => {
+                    ticket.grant_unseen(units);
+                    Some(place)
+                }
+                Ok(Entered::Waiting(place)) if wait => Some(place),
+                Ok(Entered::Waiting(place)) => {
+                    state.dispatch(wake);
+                    if ticket.refuse(Cause::WouldWait, wake) {
+                        state.order.finish(place);
+                        return None;
+                    }
+                    Some(place)
+                }
+                Err(cause) => {
+                    ticket.refuse(cause, wake);
+                    None
+                }
+            }
         })
     }
 
     fn finish(&self, place: Place, now: Instant) {
-        self.change(|state, _| {
+        self.change(now, |state, _| {
             if let Finished::Released(units) = state.order.finish(place) {
                 state.drain_rate.released(units, now.saturating_duration_since(state.started));
             }
@@ -115,12 +133,12 @@ impl Backend for Memory {
         };
         let Some(position) = position else { return Outlook::default() };
         let now = state.started.elapsed();
-        let units = position.saturating_mul(ask.units().into());
+        let units = position.saturating_mul(state.order.units_of(ask).into());
         Outlook { position: usize::try_from(position).ok(), estimate: state.drain_rate.time_for(units, now) }
     }
 
     fn resize(&self, capacity: u64) {
-        self.change(|state, wake| {
+        self.change(Instant::now(), |state, wake| {
             state.order.resize(capacity);
             let refused = state.order.too_wide().map(|(place, ticket)| (place, Arc::clone(ticket))).collect();
             state.refuse_all(refused, Cause::TooWide, wake);
@@ -128,7 +146,7 @@ impl Backend for Memory {
     }
 
     fn close(&self, cause: Cause) {
-        self.change(|state, wake| {
+        self.change(Instant::now(), |state, wake| {
             state.closed = Some(cause);
             let refused =
                 state.order.waiting_tickets().map(|(place, ticket)| (place, Arc::clone(ticket))).collect();
@@ -137,7 +155,7 @@ impl Backend for Memory {
     }
 
     fn revoke(&self) {
-        self.change(|state, wake| {
+        self.change(Instant::now(), |state, wake| {
             for ticket in state.order.permits() {
                 ticket.revoke(wake);
             }

@@ -1,14 +1,18 @@
 //! What a queue needs of the place where its line is kept.
 
 mod memory;
+mod ticket;
 
 use std::{fmt, sync::Arc, time::Duration};
 
 use tokio::time::Instant;
 
-pub(crate) use self::memory::Memory;
+pub(crate) use self::{
+    memory::Memory,
+    ticket::{Phase, Ticket},
+};
 pub(crate) use crate::schedule::Place;
-use crate::{error::Cause, queue::Ticket, schedule::Ask};
+use crate::{error::Cause, schedule::Ask};
 
 /// The keeper of one queue's line.
 ///
@@ -22,7 +26,7 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync + 'static {
     ///
     /// When this returns the ticket is granted, refused or in line. The place names it in `finish`; there is none
     /// for a ticket that never stood in line.
-    fn enqueue(&self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool) -> Option<Place>;
+    fn enqueue(&self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool, now: Instant) -> Option<Place>;
 
     /// Ends what the place names: a waiting ticket leaves the line, a permit's units go to the next in line.
     /// Once it has ended this does nothing, so it is called by whoever cannot tell.

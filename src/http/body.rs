@@ -22,6 +22,9 @@ pin_project! {
     /// trailers (promise P12), and it holds the permit until the first of its end, an error, its drop, and revocation
     /// (promise P6). The last ends it with the error [`Revoked`], so that it never looks complete.
     ///
+    /// The data of the body must be made of [`Bytes`], as a rejection's is, and its error comes boxed, since it may be a
+    /// revocation.
+    ///
     /// The end is the stream's `None`. The end-of-stream hint alone releases nothing, since some bodies give it before
     /// their trailers; a server that goes by the hint drops the body then.
     pub struct ResponseBody<B> {
@@ -61,6 +64,9 @@ impl<B> ResponseBody<B> {
 impl<B: Body> ResponseBody<B> {
     pub(super) fn granted(response: Response<B>, holding: Holding, method: &Method) -> Response<Self> {
         let (head, inner) = response.into_parts();
+        if holding.permit().is_none() {
+            return Response::from_parts(head, Self::bare(inner));
+        }
         let no_content = matches!(
             head.status,
             StatusCode::SWITCHING_PROTOCOLS | StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED
@@ -170,9 +176,8 @@ impl BodyGuard {
 impl Drop for BodyGuard {
     fn drop(&mut self) {
         // Servers drop a body without a last poll when the length is written, or nothing may be: that is no abort.
-        if self.holding.permit().is_some() && !self.holding.is_revoked() {
-            let complete = self.at_end || self.expected.is_some_and(|length| self.delivered >= length);
-            self.holding.ends(if complete { Ended::Completed } else { Ended::Aborted });
+        if self.at_end || self.expected.is_some_and(|length| self.delivered >= length) {
+            self.holding.is_complete();
         }
     }
 }

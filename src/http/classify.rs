@@ -7,7 +7,7 @@ use http::{Extensions, HeaderMap, Method, Request, Uri, Version};
 use crate::schedule::Ask;
 
 /// What becomes of a request.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Class {
     /// It passes: no permit, no look at the queue, no deadline. For health checks and metrics.

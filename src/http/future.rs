@@ -9,12 +9,12 @@ use std::{
     time::Duration,
 };
 
-use http::{HeaderMap, Method, Request, Response, Version};
+use http::{Method, Request, Response, Version};
 use http_body::Body;
 use pin_project_lite::pin_project;
 use tower_service::Service;
 
-use super::{Reject, Rejection, ResponseBody, holding::Holding, mark::Mark};
+use super::{Reject, Rejection, ResponseBody, holding::Holding, mark::Mark, rejection::is_grpc};
 use crate::{
     error::{AcquireError, Cause},
     metrics::{Ended, Waited},
@@ -51,7 +51,7 @@ pin_project! {
         /// Granted, or passing by without a permit, until the inner service is ready.
         Preparing { granted: Option<Granted<S, ReqBody>> },
         /// The inner service is at work. The future stands before the holding, so it is dropped before the units go back.
-        Running { #[pin] future: S::Future, method: Method, version: Version, holding: Option<Holding> },
+        Running { #[pin] future: S::Future, begun: Begun, holding: Option<Holding> },
         /// Rejected; the answer is being made.
         Rejecting { #[pin] answer: R::Future },
         Done,
@@ -64,6 +64,13 @@ struct Parked<S, R, ReqBody> {
     reject: Arc<R>,
     shared: Arc<Shared>,
     request: Request<ReqBody>,
+}
+
+/// What is remembered of a request once its service has it.
+struct Begun {
+    method: Method,
+    version: Version,
+    grpc: bool,
 }
 
 /// A request that may go to its service, once that is ready.
@@ -116,17 +123,17 @@ where
     /// Ends a granted request whose service had not answered when the grace of a drain was over. The request is the
     /// service's by now, so this gives the default answer, whoever answers rejections.
     fn revoked<Body>(mut self: Pin<&mut Self>) -> Response<ResponseBody<Body>> {
-        let (holding, version) = match self.as_mut().project() {
-            StateProj::Preparing { granted: Some(granted) } => {
-                (&mut granted.holding, granted.request.version())
+        let (holding, version, grpc) = match self.as_mut().project() {
+            StateProj::Preparing { granted: Some(Granted { request, holding, .. }) } => {
+                (holding, request.version(), is_grpc(request.headers()))
             }
-            StateProj::Running { holding: Some(holding), version, .. } => (holding, *version),
+            StateProj::Running { holding: Some(holding), begun, .. } => (holding, begun.version, begun.grpc),
             _ => unreachable!("only a granted request can be revoked"),
         };
         holding.ends(Ended::Revoked);
         let permit = holding.permit().expect("what is revoked is a permit");
         let error = AcquireError::new(Cause::ShuttingDown, permit.waited());
-        let rejection = Rejection::new(error, permit.shared(), version, &HeaderMap::new());
+        let rejection = Rejection::revoked(error, version, grpc);
         // The service's future goes here, and after it the permit.
         self.set(Self::Done);
         rejection.response().map(ResponseBody::whole)
@@ -142,9 +149,13 @@ where
     where
         R: Reject<ReqBody, ResBody>,
     {
-        let (method, version) = (self.request.method().clone(), self.request.version());
+        let begun = Begun {
+            method: self.request.method().clone(),
+            version: self.request.version(),
+            grpc: is_grpc(self.request.headers()),
+        };
         let future = self.inner.call(self.request);
-        State::Running { future, method, version, holding: Some(self.holding) }
+        State::Running { future, begun, holding: Some(self.holding) }
     }
 
     fn fail(mut self, error: S::Error) -> S::Error {
@@ -169,6 +180,11 @@ where
                     let answer = ready!(acquire.poll(cx));
                     let Parked { inner, reject, shared, mut request } =
                         parked.take().expect("it is taken once, with the one answer");
+                    let answer = answer.and_then(|permit| match permit.is_revoked() {
+                        // Granted, and the grace of a drain ended before this poll: its service need not begin.
+                        true => Err(AcquireError::new(Cause::ShuttingDown, permit.waited())),
+                        false => Ok(permit),
+                    });
                     let next = match answer {
                         Ok(permit) => {
                             Mark::put(&permit, request.extensions_mut());
@@ -198,6 +214,9 @@ where
                 }
                 StateProj::Preparing { granted: slot } => {
                     let granted = slot.as_mut().expect("it is taken once, when the service is ready");
+                    if granted.holding.is_revoked() {
+                        return Poll::Ready(Ok(state.revoked()));
+                    }
                     let prepared = match granted.inner.poll_ready(cx) {
                         Poll::Ready(prepared) => prepared,
                         Poll::Pending if granted.holding.poll_revoked(cx) => {
@@ -212,7 +231,7 @@ where
                     }
                     state.set(granted.run());
                 }
-                StateProj::Running { future, method, holding: slot, .. } => {
+                StateProj::Running { future, begun, holding: slot } => {
                     let answer = match future.poll(cx) {
                         Poll::Ready(answer) => answer,
                         Poll::Pending if slot.as_ref().is_some_and(|holding| holding.poll_revoked(cx)) => {
@@ -221,7 +240,7 @@ where
                         Poll::Pending => return Poll::Pending,
                     };
                     let mut holding = slot.take().expect("it is taken once, with the one answer");
-                    let method = method.clone();
+                    let method = begun.method.clone();
                     // The service's future goes before the body can give the permit back.
                     state.set(State::Done);
                     return Poll::Ready(match answer {

@@ -23,6 +23,13 @@ impl Holding {
         self.how = how;
     }
 
+    /// Says that all was delivered, unless something was said before.
+    pub(super) fn is_complete(&mut self) {
+        if self.how == Ended::Aborted {
+            self.how = Ended::Completed;
+        }
+    }
+
     /// Releases now.
     #[inline]
     pub(super) fn end(&mut self, how: Ended) {

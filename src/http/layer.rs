@@ -73,7 +73,8 @@ impl<C, R> FairQueueLayer<C, R> {
     /// Answers a rejected request with what `reject` returns. It gets the whole request, body included. The default is
     /// [`Rejection::response`].
     ///
-    /// The response gets the rejection as an extension, unless it has one.
+    /// The response is of the inner service's own body type, `axum::body::Body` behind axum; that is checked where the layer meets
+    /// the service. It gets the rejection as an extension, unless it has one.
     pub fn reject_with<F, ReqBody, ResBody>(self, reject: F) -> FairQueueLayer<C, RejectFn<F>>
     where
         F: Fn(Rejection, Request<ReqBody>) -> Response<ResBody>,

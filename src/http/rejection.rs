@@ -6,19 +6,21 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, Version, header};
 
 use crate::{
-    error::{AcquireError, Cause},
+    error::{AcquireError, Cause, Revoked},
     queue::Shared,
 };
 
 /// Why a request was rejected, and when it is worth another try. The request was never started.
 ///
 /// It stands in the extensions of the rejecting response, and is what a custom answer is made from.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rejection {
     error: AcquireError,
     retry_after: u64,
     grpc: bool,
     http1: bool,
+    /// The service had begun, so this is no rejection in truth: another try may do the work twice.
+    begun: bool,
 }
 
 impl Rejection {
@@ -29,8 +31,18 @@ impl Rejection {
         let spread = estimate.as_secs_f64() * (1.0 + shared.jitter() / 2.0);
         let seconds = Duration::try_from_secs_f64(spread).unwrap_or(most).clamp(least, most);
         let whole = seconds.as_secs() + u64::from(seconds.subsec_nanos() > 0);
-        let content_type = headers.get(header::CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
-        Self { error, retry_after: whole, grpc: is_grpc(content_type), http1: version < Version::HTTP_2 }
+        Self {
+            error,
+            retry_after: whole,
+            grpc: is_grpc(headers),
+            http1: version < Version::HTTP_2,
+            begun: false,
+        }
+    }
+
+    /// For a granted request whose service was cut off.
+    pub(super) fn revoked(error: AcquireError, version: Version, grpc: bool) -> Self {
+        Self { error, retry_after: 0, grpc, http1: version < Version::HTTP_2, begun: true }
     }
 
     /// Why.
@@ -64,7 +76,7 @@ impl Rejection {
         Duration::from_secs(self.retry_after)
     }
 
-    /// The status of [`response`](Self::response): 429 where the request's flow is at a bound of its own, 403 where the classifier
+    /// The status of [`response`](Self::response), but for gRPC, where that is always 200: 429 where the request's flow is at a bound of its own, 403 where the classifier
     /// refused it, 503 otherwise.
     #[must_use]
     pub fn status(&self) -> StatusCode {
@@ -82,7 +94,7 @@ impl Rejection {
 
     /// Whether another try can end otherwise.
     fn can_retry(&self) -> bool {
-        !matches!(self.cause(), Cause::Refused | Cause::TooWide)
+        !self.begun && !matches!(self.cause(), Cause::Refused | Cause::TooWide)
     }
 
     /// The default answer, with the rejection in its extensions.
@@ -92,7 +104,8 @@ impl Rejection {
     /// help) and `Cache-Control: no-store`. While shutting down, HTTP/1 is asked to close the connection.
     ///
     /// A request whose content type is `application/grpc` gets a gRPC status instead, in a response of headers alone: 8
-    /// (`RESOURCE_EXHAUSTED`) where HTTP gets 429, 7 (`PERMISSION_DENIED`) for 403, 14 (`UNAVAILABLE`) for 503.
+    /// (`RESOURCE_EXHAUSTED`) where HTTP gets 429, 7 (`PERMISSION_DENIED`) for 403, 9
+    /// (`FAILED_PRECONDITION`) for an ask that is too wide, 14 (`UNAVAILABLE`) for any other.
     #[must_use]
     pub fn response<B: From<Bytes>>(&self) -> Response<B> {
         let mut response = if self.grpc { self.grpc_response() } else { self.problem_response() };
@@ -105,7 +118,11 @@ impl Rejection {
         if self.http1 && self.cause() == Cause::ShuttingDown {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
-        response.extensions_mut().insert(self.clone());
+        if self.begun {
+            response.extensions_mut().insert(Revoked(()));
+        } else {
+            response.extensions_mut().insert(self.clone());
+        }
         response.map(B::from)
     }
 
@@ -129,9 +146,10 @@ impl Rejection {
     }
 
     fn grpc_response(&self) -> Response<Bytes> {
-        let code = match self.status() {
-            StatusCode::TOO_MANY_REQUESTS => "8",
-            StatusCode::FORBIDDEN => "7",
+        let code = match (self.cause(), self.status()) {
+            (Cause::TooWide, _) => "9",
+            (_, StatusCode::TOO_MANY_REQUESTS) => "8",
+            (_, StatusCode::FORBIDDEN) => "7",
             _ => "14",
         };
         let mut response = Response::new(Bytes::new());
@@ -145,7 +163,9 @@ impl Rejection {
     }
 }
 
-fn is_grpc(content_type: &[u8]) -> bool {
+/// Whether a request with these headers is a gRPC call.
+pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
+    let content_type = headers.get(header::CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
     let prefix = b"application/grpc";
     content_type.len() >= prefix.len()
         && content_type[..prefix.len()].eq_ignore_ascii_case(prefix)

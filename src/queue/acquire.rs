@@ -11,9 +11,9 @@ use std::{
 use pin_project_lite::pin_project;
 use tokio::time::{Instant, Sleep, sleep_until};
 
-use super::{Held, Permit, Phase, Shared, Ticket};
+use super::{Held, Permit, Shared};
 use crate::{
-    backend::Place,
+    backend::{Phase, Place, Ticket},
     error::{AcquireError, Cause},
     metrics::Waited,
     schedule::Ask,
@@ -113,14 +113,11 @@ enum Entered {
 /// Puts a new ticket to the backend.
 fn enter(shared: Arc<Shared>, ask: Ask, now: Instant, wait: bool) -> Result<Entered, AcquireError> {
     let ticket = Arc::new(Ticket::new());
-    let place = shared.backend.enqueue(&ask, &ticket, wait);
+    let place = shared.backend.enqueue(&ask, &ticket, wait, now);
     let phase = ticket.phase();
     if let (Phase::Granted { units }, Some(place)) = (phase, place) {
-        let metrics = shared.metrics();
-        metrics.waited(Waited::Granted, Duration::ZERO);
-        metrics.took(units);
-        let held = Held { shared, ticket, place, units, since: now, waited: Duration::ZERO };
-        return Ok(Entered::Granted(Permit::new(held)));
+        let held = Held { shared, ticket, place, units, since: now, waited: Duration::ZERO, counted: false };
+        return Ok(Entered::Granted(held.counted()));
     }
     let mut waiting = Waiting { shared, ask, ticket, place, since: now, parked: false };
     match phase {
@@ -168,16 +165,20 @@ impl Waiting {
         let place = self.place.take().expect("a granted ticket has a place");
         let now = if self.parked { Instant::now() } else { self.since };
         let waited = now - self.since;
-        self.settle(Waited::Granted, waited);
-        self.shared.metrics().took(units);
-        Permit::new(Held {
+        let parked = std::mem::take(&mut self.parked);
+        let held = Held {
             shared: Arc::clone(&self.shared),
             ticket: Arc::clone(&self.ticket),
             place,
             units,
             since: now,
             waited,
-        })
+            counted: false,
+        };
+        if parked {
+            self.shared.metrics().unparked();
+        }
+        held.counted()
     }
 
     fn rejected(&mut self, cause: Cause) -> AcquireError {

@@ -25,7 +25,7 @@ impl Drained {
         self.remaining == 0
     }
 
-    /// The units that were in flight when the grace was over, and were revoked.
+    /// The units in flight when the grace was over, just before they were revoked.
     #[must_use]
     pub fn revoked(&self) -> u64 {
         self.revoked

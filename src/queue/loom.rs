@@ -13,9 +13,8 @@ use std::{
 use loom::thread;
 use tokio::time::Instant;
 
-use super::{Phase, Ticket};
 use crate::{
-    backend::{Backend, Memory, Place},
+    backend::{Backend, Memory, Phase, Place, Ticket},
     config::TooWide,
     error::Cause,
     schedule::{Ask, Rules},
@@ -50,7 +49,7 @@ struct Request {
 impl Request {
     fn enter(memory: &Memory) -> Self {
         let ticket = Arc::new(Ticket::new());
-        let place = memory.enqueue(&Ask::new(), &ticket, true).expect("the queue is open");
+        let place = memory.enqueue(&Ask::new(), &ticket, true, Instant::now()).expect("the queue is open");
         Self { ticket, place, woken: Arc::default() }
     }
 

@@ -3,7 +3,6 @@
 mod acquire;
 mod drain;
 mod permit;
-mod ticket;
 
 #[cfg(all(test, fair_queue_loom))]
 mod loom;
@@ -21,11 +20,8 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
+use self::permit::Held;
 pub use self::{acquire::Acquire, drain::Drained, permit::Permit};
-pub(crate) use self::{
-    permit::Held,
-    ticket::{Phase, Ticket},
-};
 use crate::{
     backend::{Backend, Memory, Place},
     config::{FairQueueConfig, Limit},
@@ -188,7 +184,8 @@ impl FairQueue {
         self.shared.backend.close(Cause::ShuttingDown);
     }
 
-    /// Whether the queue is closed.
+    /// Whether [`close`](Self::close) or [`drain`](Self::drain) was called. A call that is still under way may grant what asks
+    /// in this instant.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.shared.closed.load(Ordering::SeqCst)
@@ -203,7 +200,7 @@ impl FairQueue {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future leaves the queue closed and revokes nothing. It may be called again.
+    /// Dropping the future leaves the queue closed; what was revoked by then stays revoked. It may be called again.
     pub async fn drain(&self, grace: Duration) -> Drained {
         drain::drain(self, grace).await
     }

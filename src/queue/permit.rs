@@ -4,8 +4,11 @@ use std::{future::poll_fn, sync::Arc, task::Poll, time::Duration};
 
 use tokio::time::Instant;
 
-use super::{Shared, Ticket};
-use crate::backend::Place;
+use super::Shared;
+use crate::{
+    backend::{Place, Ticket},
+    metrics::Waited,
+};
 
 /// Units of a queue's capacity, held until this is dropped (promise P6): the drop hands them to the next in line at once,
 /// on any thread, inside or outside of a runtime, also while unwinding from a panic.
@@ -17,10 +20,6 @@ pub struct Permit {
 }
 
 impl Permit {
-    pub(super) fn new(held: Held) -> Self {
-        Self { held }
-    }
-
     /// How many units are held: the ask's cost, or less where the ask was too wide
     /// ([`TooWide::RunAlone`](crate::TooWide::RunAlone)).
     #[must_use]
@@ -70,14 +69,36 @@ pub(crate) struct Held {
     pub(super) units: u32,
     pub(super) since: Instant,
     pub(super) waited: Duration,
+    /// Whether the metrics know of it.
+    pub(super) counted: bool,
+}
+
+impl Held {
+    /// Tells the metrics of the grant. The guard is there already, so the units come back should a recorder panic.
+    pub(super) fn counted(mut self) -> Permit {
+        let metrics = self.shared.metrics();
+        metrics.waited(Waited::Granted, self.waited);
+        metrics.took(self.units);
+        self.counted = true;
+        Permit { held: self }
+    }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        if self.ticket.end() {
-            let now = Instant::now();
-            self.shared.metrics().gave_back(self.units, now - self.since);
-            self.shared.finish(self.place, now);
+        /// Gives the units back after the metrics were told, also if a recorder panics.
+        struct Finish<'a>(&'a Held, Instant);
+
+        impl Drop for Finish<'_> {
+            fn drop(&mut self) {
+                self.0.shared.finish(self.0.place, self.1);
+            }
+        }
+
+        self.ticket.end();
+        let finish = Finish(self, Instant::now());
+        if self.counted {
+            self.shared.metrics().gave_back(self.units, finish.1 - self.since);
         }
     }
 }

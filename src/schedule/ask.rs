@@ -21,7 +21,7 @@ use crate::error::ConfigError;
 ///     .priority(Priority::BACKGROUND);
 /// # Ok::<(), tower_fair_queue::ConfigError>(())
 /// ```
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[must_use = "an ask does nothing until it is put to a queue"]
 pub struct Ask {
     pub(crate) flow: Option<Flow>,
@@ -166,6 +166,9 @@ impl Default for Weight {
 /// A higher level has a bounded head start over a lower one, `priority_step` units for each level
 /// between them; it is no absolute precedence, and the lower one always gets its turn (promise P4). Within
 /// a flow priority does not reorder.
+///
+/// A flow whose requests are of several levels has, at each moment, the level of the one at the head of its line, and gains
+/// nothing by mixing them.
 ///
 /// The levels are those of RFC 9218's urgency, turned round so that more is sooner: level `7 - u`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

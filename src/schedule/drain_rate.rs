@@ -1,8 +1,10 @@
-//! How fast units come back.
+//! How fast units come back while others wait for them.
 
 use std::time::Duration;
 
-/// The rate at which units are released: a count that decays, so that the last half minute or so decides.
+/// The rate at which units are released while someone waits: a count that decays, so that the last half minute or so decides.
+///
+/// Time in which nobody waits does not count: what comes back then says how many came, and not how fast the queue could go.
 #[derive(Debug, Default)]
 pub(crate) struct DrainRate {
     units: f64,
@@ -10,6 +12,7 @@ pub(crate) struct DrainRate {
     last: Duration,
     /// Released since `last`; counted with the next decay.
     fresh: u64,
+    counting: bool,
 }
 
 impl DrainRate {
@@ -19,17 +22,31 @@ impl DrainRate {
     /// How often the count decays at most. The decay needs an exponential, which most releases so do without.
     const STEP: Duration = Duration::from_millis(50);
 
-    /// `units` came back at `now`, a time since some fixed start.
-    pub(crate) fn released(&mut self, units: u32, now: Duration) {
-        self.fresh += u64::from(units);
-        if now > self.last + Self::STEP {
+    /// Someone waits from `now` on, a time since some fixed start, or nobody does.
+    pub(crate) fn count(&mut self, counting: bool, now: Duration) {
+        if self.counting {
             self.decay(now);
+        } else {
+            self.last = self.last.max(now);
+        }
+        self.counting = counting;
+    }
+
+    /// `units` came back at `now`.
+    pub(crate) fn released(&mut self, units: u32, now: Duration) {
+        if self.counting {
+            self.fresh += u64::from(units);
+            if now > self.last + Self::STEP {
+                self.decay(now);
+            }
         }
     }
 
     /// How long until `units` more have come back, or `None` where none has yet.
     pub(crate) fn time_for(&mut self, units: u64, now: Duration) -> Option<Duration> {
-        self.decay(now);
+        if self.counting {
+            self.decay(now);
+        }
         let rate = self.units / self.seen.max(f64::EPSILON);
         #[expect(clippy::cast_precision_loss, reason = "an estimate")]
         let seconds = units as f64 / rate;
@@ -45,7 +62,7 @@ impl DrainRate {
             let kept = (-elapsed / Self::MEMORY).exp();
             #[expect(clippy::cast_precision_loss, reason = "an estimate")]
             let fresh = std::mem::take(&mut self.fresh) as f64;
-            self.units = self.units * kept + fresh;
+            self.units = (self.units + fresh) * kept;
             self.seen = self.seen * kept + Self::MEMORY * (1.0 - kept);
             self.last = now;
         }
@@ -78,6 +95,7 @@ mod tests {
     #[test]
     fn a_steady_rate_is_found_within_seconds_and_follows_a_change() {
         let mut rate = DrainRate::default();
+        rate.count(true, Duration::ZERO);
         steady(&mut rate, 0, 5_000, 100, 2);
         near(rate.time_for(40, Duration::from_secs(5)), 2.0);
         steady(&mut rate, 5_000, 125_000, 1_000, 1);
@@ -87,9 +105,32 @@ mod tests {
     #[test]
     fn an_idle_queue_and_a_clock_that_steps_back_break_nothing() {
         let mut rate = DrainRate::default();
+        rate.count(true, Duration::ZERO);
         rate.released(1, Duration::from_secs(10));
         rate.released(1, Duration::from_secs(5));
         assert!(rate.time_for(1, Duration::from_secs(10)).is_some());
         assert_eq!(rate.time_for(u64::MAX, Duration::from_secs(1_000_000_000)), None);
+    }
+
+    #[test]
+    fn time_in_which_nobody_waits_does_not_count() {
+        let mut rate = DrainRate::default();
+        rate.count(true, Duration::ZERO);
+        steady(&mut rate, 0, 50_000, 1_000, 1);
+        rate.count(false, Duration::from_secs(50));
+        rate.released(100, Duration::from_secs(200));
+        near(rate.time_for(1, Duration::from_secs(350)), 1.0);
+        rate.count(true, Duration::from_secs(350));
+        near(rate.time_for(1, Duration::from_secs(351)), 1.07);
+    }
+
+    #[test]
+    fn a_burst_long_ago_is_no_rate_of_today() {
+        let mut rate = DrainRate::default();
+        rate.count(true, Duration::ZERO);
+        rate.released(100, Duration::from_millis(20));
+        assert!(
+            rate.time_for(1, Duration::from_secs(600)).is_none_or(|time| time > Duration::from_secs(3_600))
+        );
     }
 }

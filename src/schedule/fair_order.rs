@@ -157,11 +157,15 @@ impl Fraction {
         Self { time, rest: 0, weight: 0 }
     }
 
+    fn max(self, other: Self) -> Self {
+        if self.time >= other.time { self } else { other }
+    }
+
     fn plus(self, units: u32, weight: u32) -> Self {
         let rest = if weight == self.weight { self.rest } else { 0 };
         let dividend = i64::from(units) * SCALE + rest;
-        let weight_ = i64::from(weight);
-        Self { time: self.time + dividend / weight_, rest: dividend % weight_, weight }
+        let divisor = i64::from(weight);
+        Self { time: self.time + dividend / divisor, rest: dividend % divisor, weight }
     }
 }
 
@@ -210,14 +214,6 @@ impl<T> FairOrder<T> {
         if self.rules.too_wide == TooWide::Refuse && u64::from(ask.units()) > self.widest() {
             return Err(Cause::TooWide);
         }
-        if self.waiting >= self.rules.max_waiting {
-            return Err(Cause::QueueFull);
-        }
-        if let Some(flow) = self.find_flow(ask)
-            && self.flows[flow].line.len() as u64 >= self.rules.max_waiting_per_flow
-        {
-            return Err(Cause::FlowFull);
-        }
         self.arrivals += 1;
         let arrival = self.arrivals;
         if let Some(units) = self.free_for(ask) {
@@ -228,6 +224,14 @@ impl<T> FairOrder<T> {
             self.in_flight += u64::from(units);
             let index = self.insert(arrival, flow, ask, Some(units), ticket);
             return Ok(Entered::Granted { place: Place { arrival, index }, units });
+        }
+        if self.waiting >= self.rules.max_waiting {
+            return Err(Cause::QueueFull);
+        }
+        if let Some(flow) = self.find_flow(ask)
+            && self.flows[flow].line.len() as u64 >= self.rules.max_waiting_per_flow
+        {
+            return Err(Cause::FlowFull);
         }
         let flow = self.flow_of(ask);
         let index = self.insert(arrival, Some(flow), ask, None, ticket);
@@ -310,7 +314,7 @@ impl<T> FairOrder<T> {
         } else {
             state.in_flight += u64::from(units);
         }
-        self.compete(flow, Some(head.tag));
+        self.compete(flow, Some((head.tag, head.level)));
         if score > self.rebase_at {
             self.rebase(score);
         }
@@ -370,30 +374,31 @@ impl<T> FairOrder<T> {
             .map(|entry| &entry.ticket)
     }
 
-    /// How many grants a waiting ticket is away, 1 being the next: its rank in its flow's line, exact, scaled
-    /// by the weight of the flows that compete, and never more than all that wait.
+    /// How many grants a waiting ticket is away, 1 being the next: its rank in its flow's line, which is exact with one flow,
+    /// times the weight of all that compete over its own, and never more than all that wait.
     pub(crate) fn position(&self, place: Place) -> Option<u64> {
         let entry = self.entries.get(place.index).filter(|entry| entry.arrival == place.arrival)?;
         let flow = entry.flow?;
         let line = &self.flows[flow].line;
-        let rank = line.binary_search_by_key(&place.arrival, |&(arrival, _)| arrival).ok()? as u64;
-        Some(self.scale_rank(rank, flow, entry.weight))
+        let rank = line.binary_search_by_key(&place.arrival, |&(arrival, _)| arrival).ok()? as u64 + 1;
+        let own = self.flows[flow].head.map_or(entry.weight, |head| head.weight);
+        Some((rank * self.active_weight / u64::from(own)).clamp(rank, self.waiting))
     }
 
     /// The position a new ticket would have.
     pub(crate) fn position_of_next(&self, ask: &Ask) -> u64 {
-        let flow = self.find_flow(ask);
-        let rank = flow.map_or(0, |flow| self.flows[flow].line.len()) as u64;
-        let shared = match flow.and_then(|flow| self.flows[flow].head) {
-            Some(_) => self.active_weight,
-            None => self.active_weight + u64::from(ask.weight.get()),
+        let flow = self.find_flow(ask).map(|flow| &self.flows[flow]);
+        let rank = flow.map_or(0, |flow| flow.line.len()) as u64 + 1;
+        let (own, active) = match flow.and_then(|flow| flow.head) {
+            Some(head) => (head.weight.into(), self.active_weight),
+            None => (u64::from(ask.weight.get()), self.active_weight + u64::from(ask.weight.get())),
         };
-        (rank * shared / u64::from(ask.weight.get())).max(rank).min(self.waiting) + 1
+        (rank * active / own).clamp(rank, self.waiting + 1)
     }
 
-    fn scale_rank(&self, rank: u64, flow: usize, weight: u32) -> u64 {
-        let own = self.flows[flow].head.map_or(weight, |head| head.weight);
-        (rank * self.active_weight / u64::from(own)).max(rank).min(self.waiting.saturating_sub(1)) + 1
+    /// The units an ask would take.
+    pub(crate) fn units_of(&self, ask: &Ask) -> u32 {
+        self.clamp(ask.units())
     }
 
     fn waiting_entries(&self) -> impl Iterator<Item = (Place, &Entry<T>)> {
@@ -441,14 +446,21 @@ impl<T> FairOrder<T> {
 
     /// Enters a flow's first waiting ticket into the competition, which the flow has been in since its start
     /// at `since`, or joins now. A flow at its cap stays out; a flow with nothing left is forgotten.
-    fn compete(&mut self, flow: usize, since: Option<Fraction>) {
+    ///
+    /// A head of a higher level than the one before it starts no earlier than the higher level has come: otherwise
+    /// each flow could borrow the whole head start anew by a low request before its urgent ones.
+    fn compete(&mut self, flow: usize, since: Option<(Fraction, usize)>) {
         let state = &self.flows[flow];
         if let Some(&(arrival, index)) = state.line.front() {
             let entry = &self.entries[index];
             let units = self.clamp(entry.cost);
             if state.in_flight + u64::from(units) <= self.rules.flow_cap {
                 let (level, weight) = (entry.priority.index(), entry.weight);
-                let start = since.unwrap_or_else(|| Fraction::at(self.levels.start(level)));
+                let start = match since {
+                    Some((start, before)) if level <= before => start,
+                    Some((start, _)) => start.max(Fraction::at(self.levels.start(level))),
+                    None => Fraction::at(self.levels.start(level)),
+                };
                 let tag = start.plus(units, weight);
                 let score = tag.time - self.levels.head_start(level);
                 let state = &mut self.flows[flow];
@@ -487,7 +499,7 @@ impl<T> FairOrder<T> {
         state.line.remove(rank);
         if rank == 0 {
             let start = state.start;
-            let since = self.withdraw(flow).map(|_| start);
+            let since = self.withdraw(flow).map(|head| (start, head.level));
             self.compete(flow, since);
         }
     }

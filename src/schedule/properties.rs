@@ -496,8 +496,9 @@ fn positions_are_exact_in_a_flow_and_by_weight_over_flows() {
     for n in 0..9 {
         order.enqueue(&flow("b", 3), n).unwrap();
     }
-    assert_eq!(positions(&order), [Some(1), None, Some(5)]);
-    assert_eq!(order.position_of_next(&flow("a", 1)), 9);
+    assert_eq!(positions(&order), [Some(4), None, Some(8)]);
+    assert_eq!(order.position_of_next(&flow("a", 1)), 12);
+    assert_eq!(order.position_of_next(&flow("c", 2)), 3, "one of two in six");
     assert_eq!(order.position_of_next(&flow("b", 3)), 12, "never more than all that wait");
 }
 
@@ -558,5 +559,70 @@ fn head_starts_are_anew_once_nothing_waited() {
         run.apply(Op::Cancel { nth: 0 });
         run.apply(Op::Release);
         run.apply(Op::OneShot { level: 4, cost: CAPACITY });
+    }
+}
+
+#[test]
+fn positions_count_the_flows_beside() {
+    let mut order = FairOrder::new(Rules { capacity: 1, ..rules(10) });
+    granted(order.enqueue(&Ask::new(), 0));
+    let places: Vec<_> =
+        (0..100).map(|i| waiting(order.enqueue(&Ask::new().flow(format!("{i}")), i))).collect();
+    assert_eq!(order.position(places[99]), Some(100));
+    assert_eq!(order.position_of_next(&Ask::new().flow("new")), 101);
+}
+
+// A bound on what waits refuses nobody who need not wait.
+#[test]
+fn a_full_line_refuses_no_ask_whose_units_are_free() {
+    let mut order = FairOrder::new(Rules { capacity: 10, flow_cap: 1, max_waiting: 2, ..rules(10) });
+    let flow = |name: &str| Ask::new().flow(name);
+    granted(order.enqueue(&flow("a"), ()));
+    waiting(order.enqueue(&flow("a"), ()));
+    waiting(order.enqueue(&flow("a"), ()));
+    assert_eq!(order.enqueue(&flow("a"), ()).unwrap_err(), Cause::QueueFull);
+    granted(order.enqueue(&flow("b"), ()));
+}
+
+/// What a flow of level 0 with an endless backlog gets of 3,000 grants beside flows that come one after the other, each with
+/// `low` requests of level 0 and then `urgent` ones of level 7. If `cancel`, the low ones are cancelled.
+fn share_beside_mixed_flows(low: usize, urgent: usize, cancel: bool) -> usize {
+    let mut order = FairOrder::new(Rules { capacity: 1, ..rules(10) });
+    let at = |name: &str, level| ask(name, FlowKind { weight: 1, level }, 1);
+    let mut held = granted(order.enqueue(&Ask::new(), "holder"));
+    for _ in 0..3_000 {
+        waiting(order.enqueue(&at("steady", 0), "steady"));
+    }
+    let (mut steady, mut left, mut flows) = (0, 0, 0);
+    for _ in 0..3_000 {
+        if left == 0 {
+            flows += 1;
+            let name = format!("mixed {flows}");
+            let lows: Vec<_> = (0..low).map(|_| waiting(order.enqueue(&at(&name, 0), "mixed"))).collect();
+            for _ in 0..urgent {
+                waiting(order.enqueue(&at(&name, 7), "mixed"));
+            }
+            left = urgent + if cancel { 0 } else { low };
+            for place in lows.into_iter().filter(|_| cancel) {
+                order.finish(place);
+            }
+        }
+        order.finish(held);
+        let grant = order.grant_next().expect("someone waits");
+        held = grant.place;
+        match *grant.ticket {
+            "steady" => steady += 1,
+            _ => left -= 1,
+        }
+    }
+    steady
+}
+
+// P3 and P4: a low request before the urgent ones, served or cancelled, does not lend its place to them.
+#[test]
+fn flows_of_mixed_priorities_borrow_no_more_than_urgent_ones() {
+    for (low, urgent, cancel) in [(0, 61, false), (1, 60, false), (1, 1, true), (1, 60, true)] {
+        let steady = share_beside_mixed_flows(low, urgent, cancel);
+        assert!(steady >= 1_400, "{steady} of 3,000 beside {low} low, {urgent} urgent, cancelled: {cancel}");
     }
 }

@@ -28,7 +28,7 @@ const REFUSED: u8 = 5;
 ///
 /// There is one transition out of *pending*, a compare and swap, so a request ends exactly once (promise
 /// P5) whichever of grant, deadline, drop and close come together. It only decides; taking the ticket off
-/// the line or giving its units back is [`Backend::finish`](crate::backend::Backend::finish), which whoever loses the
+/// the line or giving its units back is [`Backend::finish`](super::Backend::finish), which whoever loses the
 /// race may call as well without harm.
 pub(crate) struct Ticket {
     phase: AtomicU8,
@@ -62,7 +62,11 @@ impl Ticket {
     /// The caller wakes the waker it gets once it holds no lock.
     pub(crate) fn grant(&self, units: u32, wake: &mut WakeList) -> bool {
         self.units.store(units, Ordering::Relaxed);
-        self.leave_pending(GRANTED) && self.take_waker(wake)
+        let granted = self.leave_pending(GRANTED);
+        if granted {
+            wake.extend(self.take_waker());
+        }
+        granted
     }
 
     /// As [`grant`](Self::grant), for a ticket that nobody but its backend has seen yet: nobody waits to be woken.
@@ -73,9 +77,11 @@ impl Ticket {
 
     /// Refuses the ticket for `cause`; `false` if it is pending no more.
     pub(crate) fn refuse(&self, cause: Cause, wake: &mut WakeList) -> bool {
-        let index = Cause::ALL.iter().position(|&c| c == cause).and_then(|i| u8::try_from(i).ok());
-        let phase = REFUSED + index.expect("every cause is listed");
-        self.leave_pending(phase) && self.take_waker(wake)
+        let refused = self.leave_pending(REFUSED + cause.index());
+        if refused {
+            wake.extend(self.take_waker());
+        }
+        refused
     }
 
     /// The deadline passed; `false` if something else came first.
@@ -91,13 +97,18 @@ impl Ticket {
     /// The units go back; `false` if none were held.
     #[inline]
     pub(crate) fn end(&self) -> bool {
-        self.phase.compare_exchange(GRANTED, ENDED, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        let ended = self.phase.compare_exchange(GRANTED, ENDED, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        if ended {
+            // The ticket may live on in copies of a request's extensions; the task it woke need not.
+            drop(self.take_waker());
+        }
+        ended
     }
 
     /// Asks the holder of the permit to end. It is told through the waker, and units come back when it does.
     pub(crate) fn revoke(&self, wake: &mut WakeList) {
         self.revoked.store(true, Ordering::Release);
-        self.take_waker(wake);
+        wake.extend(self.take_waker());
     }
 
     #[inline]
@@ -152,10 +163,8 @@ impl Ticket {
         drop(replaced);
     }
 
-    fn take_waker(&self, wake: &mut WakeList) -> bool {
-        let waker = self.waker.lock().unwrap_or_else(PoisonError::into_inner).take();
-        waker.into_iter().for_each(|waker| wake.push(waker));
-        true
+    fn take_waker(&self) -> Option<Waker> {
+        self.waker.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     fn leave_pending(&self, to: u8) -> bool {

@@ -106,7 +106,7 @@ impl FairQueueConfig {
 
     /// Starts the settings of a queue called `name`. The capacity must be set; all else has a default.
     ///
-    /// The name stands in metric labels. It has 1 to [`MAX_NAME`](Self::MAX_NAME) bytes, each an ASCII
+    /// The name stands in metric labels, so queues of one name in one process add up in the metrics: give each its own. It has 1 to [`MAX_NAME`](Self::MAX_NAME) bytes, each an ASCII
     /// letter, a digit, `-`, `_` or `.`; [`build`](FairQueueConfigBuilder::build) checks it.
     pub fn builder(name: impl Into<String>) -> FairQueueConfigBuilder {
         FairQueueConfigBuilder {

@@ -69,6 +69,9 @@
 //! | `fairqueue_wait_seconds` | histogram | `queue`, `outcome` | time from arrival to the end of the wait |
 //! | `fairqueue_hold_seconds` | histogram | `queue` | time from grant to release |
 //!
+//! Queues of one name add up in these. `metrics-exporter-prometheus` renders histograms as summaries unless it is given buckets; the
+//! chat example does that, with one at `max_wait`.
+//!
 //! # Features
 //!
 //! None yet: the queue in memory is always built.

@@ -151,7 +151,11 @@ fn describe() {
     describe_counter!("fairqueue_granted_units_total", Unit::Count, "Units handed out.");
     describe_counter!("fairqueue_released_units_total", Unit::Count, "Units that came back.");
     describe_counter!("fairqueue_responses_total", Unit::Count, "Granted HTTP responses ended, by outcome.");
-    describe_counter!("fairqueue_bypassed_requests_total", Unit::Count, "HTTP requests let pass the queue.");
+    describe_counter!(
+        "fairqueue_bypassed_requests_total",
+        Unit::Count,
+        "HTTP requests that passed by the queue."
+    );
     describe_histogram!("fairqueue_wait_seconds", Unit::Seconds, "Time in line, by outcome.");
     describe_histogram!("fairqueue_hold_seconds", Unit::Seconds, "Time from grant to release.");
 }

@@ -20,6 +20,9 @@ use crate::{config::FairQueueConfig, queue::FairQueue};
 /// of the inner service that is made ready after the grant. `poll_ready` is always ready and reserves nothing: what holds
 /// back is the line and its bound. The permit lives until the response body has ended or is dropped.
 ///
+/// In axum, `route_layer` queues what a route will serve; with `layer` what no route matches stands in line as well before it
+/// gets its 404.
+///
 /// # Examples
 ///
 /// ```
@@ -30,9 +33,10 @@ use crate::{config::FairQueueConfig, queue::FairQueue};
 /// let config = FairQueueConfig::builder("chat").capacity(3).max_wait(Duration::from_secs(20)).build()?;
 /// let layer = FairQueueLayer::new(config).classify(|head| match head.uri().path() {
 ///     "/healthz" => Class::Bypass,
+///     // Set by an authenticating layer or proxy outside, never by the client.
 ///     _ => Ask::new().flow(head.header("x-tenant").unwrap_or_default()).into(),
 /// });
-/// let app: Router = Router::new().route("/chat", post(|| async { "hello" })).layer(layer);
+/// let app: Router = Router::new().route("/chat", post(|| async { "hello" })).route_layer(layer);
 /// # Ok::<(), tower_fair_queue::ConfigError>(())
 /// ```
 #[must_use = "a layer does nothing until it is applied to a service"]

@@ -76,18 +76,18 @@ impl Rejection {
         Duration::from_secs(self.retry_after)
     }
 
-    /// The status of [`response`](Self::response), but for gRPC, where that is always 200: 429 where the request's flow is at a bound of its own, 403 where the classifier
-    /// refused it, 503 otherwise.
+    /// The status of [`response`](Self::response), but for gRPC, where that is always 200: 429 where the request's flow is at a
+    /// bound of its own, 403 where the classifier refused it, 422 where it asks for more than may ever be in flight, 503 otherwise.
     #[must_use]
     pub fn status(&self) -> StatusCode {
         match self.cause() {
             Cause::FlowFull => StatusCode::TOO_MANY_REQUESTS,
             Cause::Refused => StatusCode::FORBIDDEN,
+            Cause::TooWide => StatusCode::UNPROCESSABLE_ENTITY,
             Cause::TimedOut
             | Cause::QueueFull
             | Cause::ShuttingDown
             | Cause::Unavailable
-            | Cause::TooWide
             | Cause::WouldWait => StatusCode::SERVICE_UNAVAILABLE,
         }
     }
@@ -146,10 +146,10 @@ impl Rejection {
     }
 
     fn grpc_response(&self) -> Response<Bytes> {
-        let code = match (self.cause(), self.status()) {
-            (Cause::TooWide, _) => "9",
-            (_, StatusCode::TOO_MANY_REQUESTS) => "8",
-            (_, StatusCode::FORBIDDEN) => "7",
+        let code = match self.status() {
+            StatusCode::UNPROCESSABLE_ENTITY => "9",
+            StatusCode::TOO_MANY_REQUESTS => "8",
+            StatusCode::FORBIDDEN => "7",
             _ => "14",
         };
         let mut response = Response::new(Bytes::new());

@@ -126,12 +126,16 @@ impl FairQueue {
 
     /// Waits in line for a permit, until the ask's deadline or `max_wait`, whichever is earlier.
     ///
-    /// The place in line is taken at the first poll. Needs a Tokio runtime with time enabled if it has to wait.
+    /// The place in line is taken at the first poll.
     ///
     /// # Errors
     ///
     /// [`AcquireError`] with its [`Cause`]: the deadline passed, a bound on waiting refused the ask, it is too wide, or
     /// the queue is closed. The ask was never granted then.
+    ///
+    /// # Panics
+    ///
+    /// When it is polled outside of a Tokio runtime with time enabled and has to wait, or polled again after its answer.
     ///
     /// # Cancel safety
     ///
@@ -194,8 +198,9 @@ impl FairQueue {
     /// Closes the queue and waits until everything in flight has ended (promise P11), for at most `grace`; then revokes
     /// what is left and waits for at most a quarter of a second more.
     ///
-    /// Revoking ends response bodies with an error, never as if they were complete, when they are next polled; other
-    /// holders are told by [`Permit::revoked`]. A body that its server does not poll, since its client has stopped
+    /// Revoking ends response bodies with an error, never as if they were complete, when they are next polled. A request whose service has
+    /// not answered yet is answered for: 503 without `Retry-After`, with [`Revoked`](crate::Revoked) in its extensions, since the work
+    /// had begun; no rejection handler is called. Other holders are told by [`Permit::revoked`]. A body that its server does not poll, since its client has stopped
     /// reading, stays until the server drops it, and is counted in what this returns.
     ///
     /// # Cancel safety

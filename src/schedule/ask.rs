@@ -1,6 +1,12 @@
 //! What a request wants of the queue.
 
-use std::{fmt, num::NonZeroU32, sync::Arc};
+use std::{
+    collections::hash_map::RandomState,
+    fmt,
+    hash::{BuildHasher, Hash, Hasher},
+    num::NonZeroU32,
+    sync::{Arc, OnceLock},
+};
 
 use tokio::time::Instant;
 
@@ -69,7 +75,7 @@ impl Ask {
 
     /// The instant after which the answer is of no use. The wait ends at the earlier of this and
     /// `max_wait`; an ask past its deadline is refused without a look at the queue. Default: `max_wait`
-    /// alone.
+    /// alone. It is Tokio's instant, which stands still with a paused clock; `Instant::from_std` makes one of the standard library's.
     pub fn deadline(mut self, deadline: Instant) -> Self {
         self.deadline = Some(deadline);
         self
@@ -83,46 +89,60 @@ impl Ask {
 /// The name of a flow: any bytes, of any length.
 ///
 /// A name is data. It is compared and hashed with a random seed, and never becomes part of a key, a label
-/// or a log line by itself; `Debug` shows its length alone. It is held once for all clones of one `Flow`,
-/// while its requests wait or run.
-#[derive(Clone, PartialEq, Eq, Hash)]
-pub struct Flow(Arc<[u8]>);
+/// or a log line by itself; `Debug` shows its length alone. It is hashed once, where the `Flow` is made, and held once for all clones
+/// of it, while its requests wait or run.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Flow {
+    hash: u64,
+    name: Arc<[u8]>,
+}
 
 impl Flow {
     /// The name's bytes.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
-        &self.0
+        &self.name
+    }
+
+    fn new(name: Arc<[u8]>) -> Self {
+        static SEED: OnceLock<RandomState> = OnceLock::new();
+        Self { hash: SEED.get_or_init(RandomState::new).hash_one(&name), name }
+    }
+}
+
+impl Hash for Flow {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash);
     }
 }
 
 impl fmt::Debug for Flow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Flow({} bytes)", self.0.len())
+        write!(f, "Flow({} bytes)", self.name.len())
     }
 }
 
 impl From<&str> for Flow {
     fn from(name: &str) -> Self {
-        Self(name.as_bytes().into())
+        Self::new(name.as_bytes().into())
     }
 }
 
 impl From<String> for Flow {
     fn from(name: String) -> Self {
-        Self(name.into_bytes().into())
+        Self::new(name.into_bytes().into())
     }
 }
 
 impl From<&[u8]> for Flow {
     fn from(name: &[u8]) -> Self {
-        Self(name.into())
+        Self::new(name.into())
     }
 }
 
 impl From<Vec<u8>> for Flow {
     fn from(name: Vec<u8>) -> Self {
-        Self(name.into())
+        Self::new(name.into())
     }
 }
 

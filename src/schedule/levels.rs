@@ -17,8 +17,9 @@ use super::Priority;
 /// - where only higher levels compete, nobody has waited for what they borrowed, so the lower flow starts where
 ///   they are, and their head start over it is whole.
 ///
-/// Hence (the property tests hold it exactly): between two backlogged flows the units served by weight
-/// differ by at most one largest request of each and the difference of their head starts.
+/// Hence, for flows of one level each (the property tests hold it exactly): between two backlogged flows the units served by weight
+/// differ by at most one largest request of each and the difference of their head starts. The largest request counts a head that was
+/// cancelled, since it leaves its claim to the next.
 #[derive(Debug)]
 pub(super) struct Levels {
     head_start: [i64; Priority::LEVELS],

@@ -9,12 +9,14 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
 use http::{Request, Response, StatusCode};
-use tower::{Layer, Service, ServiceExt};
+use http_body_util::{BodyExt, Full};
+use tower::{Layer, Service, ServiceExt, service_fn};
 
 use axum::{Router, routing::get};
 
-use crate::support::{AT_ONCE, Raw, Script, Units, end_check, eventually, layer, serve, soon};
+use crate::support::{AT_ONCE, Raw, Script, Units, counter, end_check, eventually, layer, serve, soon};
 
 /// A service that never gets ready.
 #[derive(Clone)]
@@ -63,5 +65,22 @@ async fn rejection_while_shutting_down_asks_http1_to_close() {
     assert_eq!(answer.status, 503);
     assert_eq!(answer.header("connection"), Some("close"), "{}", answer.head);
     assert!(client.rest().await.is_empty(), "the server closes");
+    end_check(&queue, &Units::default()).await;
+}
+
+// A body whose every byte was delivered is complete, also if its permit was revoked before the server let go of it.
+#[tokio::test]
+async fn delivered_body_counts_as_completed_though_it_is_revoked_before_its_drop() {
+    let layer = layer("delivered", 1);
+    let queue = layer.queue().clone();
+    let service = layer.layer(service_fn(|_: Request<()>| async {
+        Ok::<_, Infallible>(Response::new(Full::<Bytes>::from("all of it")))
+    }));
+    let mut body = service.oneshot(Request::new(())).await.unwrap().into_body();
+    assert!(body.frame().await.unwrap().is_ok());
+    assert_eq!(queue.drain(Duration::ZERO).await.remaining(), 1);
+    drop(body);
+    let ended = |outcome| counter("delivered", "fairqueue_responses_total", Some(("outcome", outcome)));
+    assert_eq!([ended("completed"), ended("aborted"), ended("revoked")], [1, 0, 0]);
     end_check(&queue, &Units::default()).await;
 }

@@ -446,3 +446,51 @@ async fn an_estimate_counts_the_units_that_will_be_taken() {
         assert!((0.5..=2.5).contains(&estimate), "{estimate} s for a cost of {units}");
     }
 }
+
+/// A recorder of which one metric panics.
+struct Broken(&'static str);
+
+impl metrics::CounterFn for Broken {
+    fn increment(&self, _: u64) {
+        panic!("as a broken recorder might");
+    }
+
+    fn absolute(&self, _: u64) {}
+}
+
+impl metrics::Recorder for Broken {
+    fn describe_counter(&self, _: metrics::KeyName, _: Option<metrics::Unit>, _: metrics::SharedString) {}
+
+    fn describe_gauge(&self, _: metrics::KeyName, _: Option<metrics::Unit>, _: metrics::SharedString) {}
+
+    fn describe_histogram(&self, _: metrics::KeyName, _: Option<metrics::Unit>, _: metrics::SharedString) {}
+
+    fn register_counter(&self, key: &metrics::Key, _: &metrics::Metadata<'_>) -> metrics::Counter {
+        if key.name() == self.0 {
+            metrics::Counter::from_arc(std::sync::Arc::new(Self(self.0)))
+        } else {
+            metrics::Counter::noop()
+        }
+    }
+
+    fn register_gauge(&self, _: &metrics::Key, _: &metrics::Metadata<'_>) -> metrics::Gauge {
+        metrics::Gauge::noop()
+    }
+
+    fn register_histogram(&self, _: &metrics::Key, _: &metrics::Metadata<'_>) -> metrics::Histogram {
+        metrics::Histogram::noop()
+    }
+}
+
+// P6: a recorder is a user's code, and whatever it does the units come back.
+#[test]
+fn a_recorder_that_panics_keeps_no_units() {
+    for metric in ["fairqueue_granted_units_total", "fairqueue_released_units_total"] {
+        let queue = queue(config());
+        metrics::with_local_recorder(&Broken(metric), || {
+            let hold = || drop(queue.try_acquire(Ask::new()));
+            assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(hold)).is_err(), "{metric}");
+        });
+        assert_numbers(&queue, 0, 0);
+    }
+}

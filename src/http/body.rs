@@ -177,7 +177,7 @@ impl Drop for BodyGuard {
     fn drop(&mut self) {
         // Servers drop a body without a last poll when the length is written, or nothing may be: that is no abort.
         if self.at_end || self.expected.is_some_and(|length| self.delivered >= length) {
-            self.holding.is_complete();
+            self.holding.completes();
         }
     }
 }

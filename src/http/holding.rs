@@ -24,7 +24,7 @@ impl Holding {
     }
 
     /// Says that all was delivered, unless something was said before.
-    pub(super) fn is_complete(&mut self) {
+    pub(super) fn completes(&mut self) {
         if self.how == Ended::Aborted {
             self.how = Ended::Completed;
         }

@@ -3,6 +3,7 @@
 #![allow(dead_code, unused_imports, reason = "every test binary compiles this, and none uses all of it")]
 
 mod client;
+pub(crate) mod process;
 mod script;
 mod series;
 mod server;

@@ -4,6 +4,7 @@
 
 mod client;
 pub(crate) mod process;
+pub(crate) mod redis;
 mod script;
 mod series;
 mod server;

@@ -6,7 +6,7 @@ use std::{io::ErrorKind, net::TcpStream, path::Path, process::Command, time::Dur
 
 use support::{
     process::Process,
-    redis::{Binary, Certificates, Kind, Options, Reply, Resp, Server, require},
+    redis::{Binary, Certificates, Cluster, Kind, Options, Reply, Resp, Server, require},
 };
 use tokio::time::Instant;
 
@@ -124,6 +124,23 @@ async fn tls_is_trusted_by_its_own_root_alone() {
         !other.status.success() && String::from_utf8_lossy(&other.stderr).contains("certificate"),
         "{other:?}"
     );
+}
+
+#[tokio::test]
+async fn cluster_serves_each_slot_at_its_owner() {
+    let Some(binary) = redis() else { return };
+    let cluster = Cluster::start(&binary).await;
+    assert_eq!(cluster.urls().len(), 3);
+    // Of slots 866 and 12182.
+    assert_eq!((cluster.owner("hello"), cluster.owner("foo")), (0, 2));
+    let owner = cluster.owner("{foo}:a");
+    cluster.nodes[owner].cli(&["SET", "{foo}:a", "1"]);
+    let to = (owner + 1) % 3;
+    assert!(cluster.nodes[to].try_cli(&["GET", "{foo}:a"]).unwrap_err().starts_with("MOVED"));
+    cluster.move_slot("{foo}:a", to);
+    assert_eq!(cluster.owner("foo"), to);
+    assert_eq!(cluster.nodes[to].cli(&["GET", "{foo}:a"]), "1");
+    cluster.ok().await;
 }
 
 #[tokio::test]

@@ -1,6 +1,7 @@
 //! Real Redis and Valkey servers of the test's own, on ports of 127.0.0.1 that were free, and a proxy to stand before them.
 
 mod binary;
+mod cluster;
 mod resp;
 mod server;
 mod tls;
@@ -18,6 +19,7 @@ use tokio::time::{Instant, sleep};
 
 pub(crate) use self::{
     binary::{Binary, Kind, require},
+    cluster::Cluster,
     resp::{Reply, Resp},
     server::{Options, Server},
     tls::Certificates,

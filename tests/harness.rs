@@ -5,8 +5,9 @@ mod support;
 use std::{io::ErrorKind, net::TcpStream, path::Path, process::Command, time::Duration};
 
 use support::{
+    eventually,
     process::Process,
-    redis::{Binary, Certificates, Cluster, Kind, Options, Reply, Resp, Server, require},
+    redis::{Binary, Certificates, Cluster, Kind, Options, Proxy, Reply, Resp, Rule, Server, Way, require},
 };
 use tokio::time::Instant;
 
@@ -14,6 +15,16 @@ const SOON: Duration = Duration::from_secs(10);
 
 fn redis() -> Option<Binary> {
     require(Kind::Redis70)
+}
+
+/// A call over a connection that blocks, beside the proxy's tasks.
+async fn call(mut connection: Resp, args: &'static [&str]) -> (Resp, std::io::Result<Reply>) {
+    tokio::task::spawn_blocking(move || {
+        let reply = connection.call(args);
+        (connection, reply)
+    })
+    .await
+    .unwrap()
 }
 
 #[tokio::test]
@@ -141,6 +152,83 @@ async fn cluster_serves_each_slot_at_its_owner() {
     assert_eq!(cluster.owner("foo"), to);
     assert_eq!(cluster.nodes[to].cli(&["GET", "{foo}:a"]), "1");
     cluster.ok().await;
+}
+
+#[tokio::test]
+async fn proxy_swallows_one_way_only() {
+    let Some(binary) = redis() else { return };
+    let server = Server::start(&binary).await;
+    let proxy = Proxy::start(server.port()).await;
+    let connection = Resp::connect(proxy.port()).unwrap();
+    let (connection, reply) = call(connection, &["INCR", "key"]).await;
+    assert_eq!(reply.unwrap(), Reply::Number(1));
+    proxy.set(Way::Replies, Rule::Swallow);
+    let (connection, reply) = call(connection, &["INCR", "key"]).await;
+    assert!(matches!(reply.unwrap_err().kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut));
+    assert_eq!((server.cli(&["GET", "key"]).as_str(), proxy.swallowed(Way::Replies)), ("2", 4));
+    proxy.heal();
+    proxy.set(Way::Requests, Rule::Swallow);
+    let (connection, reply) = call(connection, &["INCR", "key"]).await;
+    assert!(reply.is_err() && server.cli(&["GET", "key"]) == "2");
+    proxy.heal();
+    assert_eq!(call(connection, &["INCR", "key"]).await.1.unwrap(), Reply::Number(3));
+}
+
+#[tokio::test]
+async fn proxy_delays_what_it_is_told_to() {
+    let Some(binary) = redis() else { return };
+    let server = Server::start(&binary).await;
+    let proxy = Proxy::seeded(server.port(), 7).await;
+    let [short, long] = [200, 300].map(Duration::from_millis);
+    proxy.set(Way::Requests, Rule::DelayOf(b"SUBSCRIBE", short..long));
+    let mut connection = Resp::connect(proxy.port()).unwrap();
+    let mut times = Vec::new();
+    for args in [&["SET", "key", "1"][..], &["SUBSCRIBE", "channel"]] {
+        let start = Instant::now();
+        (connection, _) = call(connection, args).await;
+        times.push(start.elapsed());
+    }
+    assert!(times[0] < short && times[1] >= short, "{times:?}");
+    proxy.heal();
+    proxy.set(Way::Replies, Rule::Delay(short..long));
+    let start = Instant::now();
+    let (_, reply) = call(Resp::connect(proxy.port()).unwrap(), &["GET", "key"]).await;
+    assert!(reply.unwrap() == Reply::Text("1".to_owned()) && start.elapsed() >= short);
+}
+
+#[tokio::test]
+async fn held_request_arrives_after_its_sender_is_gone() {
+    let Some(binary) = redis() else { return };
+    let server = Server::start(&binary).await;
+    let proxy = Proxy::start(server.port()).await;
+    proxy.set(Way::Requests, Rule::Hold);
+    let mut connection = Resp::connect(proxy.port()).unwrap();
+    connection.send(&["SET", "key", "late"]).unwrap();
+    drop(connection);
+    eventually(SOON, "the proxy has the connection", || proxy.open() == 1).await;
+    assert_eq!(server.cli(&["GET", "key"]), "");
+    proxy.heal();
+    eventually(SOON, "the request arrives", || server.cli(&["GET", "key"]) == "late").await;
+    eventually(SOON, "the connection is closed", || proxy.open() == 0).await;
+}
+
+#[tokio::test]
+async fn proxy_cuts_and_refuses() {
+    let Some(binary) = redis() else { return };
+    let server = Server::start(&binary).await;
+    let proxy = Proxy::start(server.port()).await;
+    let (connection, reply) = call(Resp::connect(proxy.port()).unwrap(), &["PING"]).await;
+    reply.unwrap();
+    proxy.refuse().await;
+    assert_eq!(Resp::connect(proxy.port()).unwrap_err().kind(), ErrorKind::ConnectionRefused);
+    let (connection, reply) = call(connection, &["PING"]).await;
+    reply.unwrap();
+    proxy.cut();
+    assert!(call(connection, &["PING"]).await.1.is_err());
+    eventually(SOON, "the connection is cut", || proxy.open() == 0).await;
+    proxy.allow().await;
+    call(Resp::connect(proxy.port()).unwrap(), &["PING"]).await.1.unwrap();
+    assert_eq!(proxy.accepted(), 2);
 }
 
 #[tokio::test]

@@ -2,6 +2,7 @@
 
 mod binary;
 mod cluster;
+mod proxy;
 mod resp;
 mod server;
 mod tls;
@@ -20,6 +21,7 @@ use tokio::time::{Instant, sleep};
 pub(crate) use self::{
     binary::{Binary, Kind, require},
     cluster::Cluster,
+    proxy::{Proxy, Rule, Way},
     resp::{Reply, Resp},
     server::{Options, Server},
     tls::Certificates,

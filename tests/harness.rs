@@ -7,7 +7,10 @@ use std::{io::ErrorKind, net::TcpStream, path::Path, process::Command, time::Dur
 use support::{
     eventually,
     process::Process,
-    redis::{Binary, Certificates, Cluster, Kind, Options, Proxy, Reply, Resp, Rule, Server, Way, require},
+    redis::{
+        Binary, Certificates, Cluster, Kind, Options, Proxy, Reply, Resp, Rule, Sentinels, Server, Way,
+        require,
+    },
 };
 use tokio::time::Instant;
 
@@ -152,6 +155,19 @@ async fn cluster_serves_each_slot_at_its_owner() {
     assert_eq!(cluster.owner("foo"), to);
     assert_eq!(cluster.nodes[to].cli(&["GET", "{foo}:a"]), "1");
     cluster.ok().await;
+}
+
+#[tokio::test]
+async fn sentinels_elect_the_replica() {
+    let Some(binary) = redis() else { return };
+    let mut all = Sentinels::start(&binary).await;
+    assert_eq!(all.primary(), Some(0));
+    assert_eq!(all.failover().await, 1);
+    all.ok().await;
+    assert_eq!(all.kill_primary().await, 0);
+    all.servers[1].restart().await;
+    all.ok().await;
+    assert_eq!(all.primary(), Some(0));
 }
 
 #[tokio::test]

@@ -4,6 +4,7 @@ mod binary;
 mod cluster;
 mod proxy;
 mod resp;
+mod sentinel;
 mod server;
 mod tls;
 
@@ -23,6 +24,7 @@ pub(crate) use self::{
     cluster::Cluster,
     proxy::{Proxy, Rule, Way},
     resp::{Reply, Resp},
+    sentinel::Sentinels,
     server::{Options, Server},
     tls::Certificates,
 };

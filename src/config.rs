@@ -1,7 +1,14 @@
 //! What a queue is told when it is made. Every bound is checked once, in [`FairQueueConfigBuilder::build`].
 
+#[cfg(feature = "redis")]
+mod redis;
+
 use std::{fmt, sync::Arc, time::Duration};
 
+#[cfg(feature = "redis")]
+pub(crate) use self::redis::Servers;
+#[cfg(feature = "redis")]
+pub use self::redis::{LeaseLost, Outage, RedisConfig};
 use crate::error::ConfigError;
 
 /// An upper bound, or the explicit absence of one. A number of 0 is refused wherever a `Limit` is
@@ -90,6 +97,8 @@ pub struct FairQueueConfig {
     pub(crate) too_wide: TooWide,
     pub(crate) priority_step: u32,
     pub(crate) retry_after: (Duration, Duration),
+    #[cfg(feature = "redis")]
+    pub(crate) redis: Option<RedisConfig>,
 }
 
 impl FairQueueConfig {
@@ -119,6 +128,8 @@ impl FairQueueConfig {
             too_wide: TooWide::default(),
             priority_step: 10,
             retry_after: (Duration::from_secs(1), Duration::from_secs(60)),
+            #[cfg(feature = "redis")]
+            redis: None,
         }
     }
 
@@ -154,6 +165,8 @@ pub struct FairQueueConfigBuilder {
     too_wide: TooWide,
     priority_step: u32,
     retry_after: (Duration, Duration),
+    #[cfg(feature = "redis")]
+    redis: Option<RedisConfig>,
 }
 
 impl FairQueueConfigBuilder {
@@ -222,6 +235,15 @@ impl FairQueueConfigBuilder {
         self
     }
 
+    /// Keeps the line in Redis, where every process with the same server, key prefix and queue name shares it, and its
+    /// capacity. The capacity is that of the last process that attached, unless one was set on the running queue.
+    /// Default: the line is kept in this process's memory.
+    #[cfg(feature = "redis")]
+    pub fn redis(mut self, redis: RedisConfig) -> Self {
+        self.redis = Some(redis);
+        self
+    }
+
     /// Checks every setting.
     ///
     /// # Errors
@@ -255,6 +277,10 @@ impl FairQueueConfigBuilder {
             .to_string();
             return Err(ConfigError::new("retry_after", format_args!("{least:?} to {most:?}"), bound));
         }
+        #[cfg(feature = "redis")]
+        if let Some(redis) = &self.redis {
+            redis.check()?;
+        }
         Ok(FairQueueConfig {
             capacity: capacity.check("capacity")?,
             max_wait: self.max_wait,
@@ -264,6 +290,8 @@ impl FairQueueConfigBuilder {
             too_wide: self.too_wide,
             priority_step: self.priority_step,
             retry_after: self.retry_after,
+            #[cfg(feature = "redis")]
+            redis: self.redis,
             name: self.name.into(),
         })
     }

@@ -209,6 +209,102 @@ impl fmt::Display for Revoked {
 
 impl Error for Revoked {}
 
+/// What stood in the way of a connection to Redis.
+#[cfg(feature = "redis")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ConnectProblem {
+    /// No connection came about, or it broke.
+    Unreachable,
+    /// Nothing answered within the command timeout. A server that wants TLS and is spoken to in plain text is silent too.
+    Silent,
+    /// TLS failed, or one side speaks it and the other does not.
+    Tls,
+    /// The name or password is wrong, or one is needed.
+    Credentials,
+    /// The user may not do what the queue needs; the detail names the commands.
+    MissingRight,
+    /// The server is older than 7.0.
+    TooOld,
+    /// It greets like no Redis or Valkey server.
+    NotRedis,
+    /// It is a replica or a Sentinel.
+    NotPrimary,
+    /// No Sentinel knows the service.
+    Sentinel,
+    /// The Cluster has no owner for the queue's slot that answers.
+    Cluster,
+    /// The queue's state is that of another version of this crate.
+    OtherLayout,
+    /// The server refused for another reason, which the detail tells.
+    Refused,
+    /// The server was reached, but the queue was not ready in time: a node it waits for is silent, or calls fail.
+    NotReady,
+}
+
+#[cfg(feature = "redis")]
+impl ConnectProblem {
+    fn reason(self) -> &'static str {
+        match self {
+            Self::Unreachable => "no connection to the server",
+            Self::Silent => "the server is silent",
+            Self::Tls => "TLS failed",
+            Self::Credentials => "the server refused the credentials",
+            Self::MissingRight => "the user lacks a right",
+            Self::TooOld => "the server must be of version 7.0 or later",
+            Self::NotRedis => "no Redis or Valkey server",
+            Self::NotPrimary => "the server is no primary",
+            Self::Sentinel => "the sentinels name no primary",
+            Self::Cluster => "the cluster has no owner of the slot",
+            Self::OtherLayout => "the queue's state is of another version of this crate",
+            Self::Refused => "the server refused",
+            Self::NotReady => "the queue was not ready in time",
+        }
+    }
+}
+
+/// Why a queue could not be connected to its server. Its text names the cause and holds no secret.
+#[cfg(feature = "redis")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConnectError {
+    problem: ConnectProblem,
+    detail: String,
+}
+
+#[cfg(feature = "redis")]
+impl ConnectError {
+    pub(crate) fn new(problem: ConnectProblem, detail: impl fmt::Display) -> Self {
+        Self { problem, detail: detail.to_string() }
+    }
+
+    /// What stood in the way.
+    #[must_use]
+    pub fn problem(&self) -> ConnectProblem {
+        self.problem
+    }
+
+    /// Whether trying again can help with nothing changed: the server may come back.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        use ConnectProblem as P;
+
+        matches!(
+            self.problem,
+            P::Unreachable | P::Silent | P::NotPrimary | P::Sentinel | P::Cluster | P::NotReady
+        )
+    }
+}
+
+#[cfg(feature = "redis")]
+impl fmt::Display for ConnectError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.problem.reason(), self.detail)
+    }
+}
+
+#[cfg(feature = "redis")]
+impl Error for ConnectError {}
+
 #[cfg(test)]
 mod tests {
     use super::*;

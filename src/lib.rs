@@ -68,13 +68,26 @@
 //! | `fairqueue_bypassed_requests_total` | counter | `queue` | requests that the classifier let pass |
 //! | `fairqueue_wait_seconds` | histogram | `queue`, `outcome` | time from arrival to the end of the wait |
 //! | `fairqueue_hold_seconds` | histogram | `queue` | time from grant to release |
+//! | `fairqueue_calls_total` | counter | `queue`, `outcome` | with Redis: calls of the script, `done`, `timed_out` or `failed` |
+//! | `fairqueue_call_seconds` | histogram | `queue` | with Redis: time from a call to its reply |
+//! | `fairqueue_operations_total` | counter | `queue` | with Redis: operations that the calls held |
+//! | `fairqueue_outage` | gauge | `queue` | with Redis: 1 while it is out of reach, else 0 |
+//! | `fairqueue_nodes` | gauge | `queue` | with Redis: nodes attached to the queue |
+//! | `fairqueue_aborted_permits_total` | counter | `queue` | with Redis: permits revoked with a lost lease (`LeaseLost::Abort`) |
 //!
 //! Queues of one name add up in these. `metrics-exporter-prometheus` renders histograms as summaries unless it is given buckets; the
 //! chat example does that, with one at `max_wait`.
 //!
 //! # Features
 //!
-//! None yet: the queue in memory is always built.
+//! The queue in memory is always built; none of these is on by default.
+//!
+//! | feature | adds |
+//! |---|---|
+//! | `redis` | `FairQueueConfigBuilder::redis`: one queue over many processes, kept in Redis or Valkey |
+//! | `redis-tls` | `rediss://` addresses and certificates; implies `redis` |
+//! | `tracing` | log events: `warn` when Redis is lost and when it is back, `debug` for connections |
+//! | `full` | all of them |
 //!
 //! # Minimum supported Rust version
 //!
@@ -88,6 +101,7 @@ mod metrics;
 mod queue;
 mod schedule;
 mod sync;
+mod trace;
 
 pub use crate::{
     config::{FairQueueConfig, FairQueueConfigBuilder, Limit, TooWide},
@@ -98,6 +112,11 @@ pub use crate::{
     },
     queue::{Acquire, Drained, FairQueue, Permit, Stats},
     schedule::{Ask, Flow, Priority, Weight},
+};
+#[cfg(feature = "redis")]
+pub use crate::{
+    config::{LeaseLost, Outage, RedisConfig},
+    error::{ConnectError, ConnectProblem},
 };
 
 /// The examples of the README compile.

@@ -83,8 +83,7 @@ impl Metrics {
     }
 
     pub(crate) fn capacity(&self, units: u64) {
-        #[expect(clippy::cast_precision_loss, reason = "a gauge is a double")]
-        self.capacity.set(if units == u64::MAX { f64::INFINITY } else { units as f64 });
+        set_capacity(&self.capacity, units);
     }
 
     pub(crate) fn parked(&self) {
@@ -134,6 +133,80 @@ impl Metrics {
     }
 }
 
+/// How a call to the server that keeps the queue ended, as the label `outcome` tells it.
+#[cfg(feature = "redis")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CallOutcome {
+    Done,
+    TimedOut,
+    Failed,
+}
+
+/// The handles of one queue's engine.
+#[cfg(feature = "redis")]
+pub(crate) struct BackendMetrics {
+    calls: [Counter; 3],
+    call: Histogram,
+    operations: Counter,
+    outage: Gauge,
+    nodes: Gauge,
+    capacity: Gauge,
+    aborted: Counter,
+}
+
+#[cfg(feature = "redis")]
+impl BackendMetrics {
+    pub(crate) fn new(queue: &str) -> Self {
+        describe();
+        let calls = ["done", "timed_out", "failed"].map(|outcome| {
+            metrics::counter!("fairqueue_calls_total", "queue" => queue.to_owned(), "outcome" => outcome)
+        });
+        Self {
+            calls,
+            call: metrics::histogram!("fairqueue_call_seconds", "queue" => queue.to_owned()),
+            operations: metrics::counter!("fairqueue_operations_total", "queue" => queue.to_owned()),
+            outage: metrics::gauge!("fairqueue_outage", "queue" => queue.to_owned()),
+            nodes: metrics::gauge!("fairqueue_nodes", "queue" => queue.to_owned()),
+            capacity: metrics::gauge!("fairqueue_capacity_units", "queue" => queue.to_owned()),
+            aborted: metrics::counter!("fairqueue_aborted_permits_total", "queue" => queue.to_owned()),
+        }
+    }
+
+    pub(crate) fn called(&self, how: CallOutcome, operations: usize, took: Duration) {
+        self.calls[how as usize].increment(1);
+        if how == CallOutcome::Done {
+            self.operations.increment(operations as u64);
+            self.call.record(took);
+        }
+    }
+
+    pub(crate) fn outage(&self, is: bool) {
+        self.outage.set(if is { 1.0 } else { 0.0 });
+    }
+
+    pub(crate) fn seen(&self, nodes: u64, capacity: u64) {
+        #[expect(clippy::cast_precision_loss, reason = "a gauge is a double")]
+        self.nodes.set(nodes as f64);
+        set_capacity(&self.capacity, capacity);
+    }
+
+    pub(crate) fn aborted(&self, permits: usize) {
+        self.aborted.increment(permits as u64);
+    }
+}
+
+#[cfg(feature = "redis")]
+impl std::fmt::Debug for BackendMetrics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("BackendMetrics").finish_non_exhaustive()
+    }
+}
+
+fn set_capacity(gauge: &Gauge, units: u64) {
+    #[expect(clippy::cast_precision_loss, reason = "a gauge is a double")]
+    gauge.set(if units == u64::MAX { f64::INFINITY } else { units as f64 });
+}
+
 impl std::fmt::Debug for Metrics {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Metrics").finish_non_exhaustive()
@@ -158,4 +231,17 @@ fn describe() {
     );
     describe_histogram!("fairqueue_wait_seconds", Unit::Seconds, "Time in line, by outcome.");
     describe_histogram!("fairqueue_hold_seconds", Unit::Seconds, "Time from grant to release.");
+    #[cfg(feature = "redis")]
+    {
+        describe_counter!("fairqueue_calls_total", Unit::Count, "Calls of the script in Redis, by outcome.");
+        describe_histogram!("fairqueue_call_seconds", Unit::Seconds, "Time from a call to its reply.");
+        describe_counter!("fairqueue_operations_total", Unit::Count, "Operations that calls held.");
+        describe_gauge!("fairqueue_outage", Unit::Count, "1 while Redis is out of reach, else 0.");
+        describe_gauge!("fairqueue_nodes", Unit::Count, "Nodes that are attached to the queue.");
+        describe_counter!(
+            "fairqueue_aborted_permits_total",
+            Unit::Count,
+            "Permits revoked with a lost lease."
+        );
+    }
 }

@@ -12,6 +12,7 @@ use std::{
 };
 
 use bytes::Bytes;
+use futures_util::FutureExt as _;
 use http::{Request, Response, StatusCode};
 use http_body::{Body, Frame};
 use http_body_util::{BodyExt, Full};
@@ -162,7 +163,7 @@ impl Service<Request<()>> for Fussy {
 async fn the_inner_service_is_made_ready_after_the_grant_on_the_instance_that_is_called() {
     let layer = layer(1);
     let queue = layer.queue().clone();
-    let held = queue.try_acquire(Ask::new()).unwrap();
+    let held = queue.try_acquire(Ask::new()).now_or_never().unwrap().unwrap();
     let mut response = task::spawn(layer.layer(Fussy { polls: 0, fail: false }).oneshot(Request::new(())));
     assert_pending!(response.poll());
     drop(held);
@@ -270,7 +271,7 @@ async fn a_service_at_work_when_the_grace_is_over_is_answered_for() {
 async fn a_service_does_not_begin_once_the_grace_is_over() {
     let layer = layer(1);
     let queue = layer.queue().clone();
-    let held = queue.try_acquire(Ask::new()).unwrap();
+    let held = queue.try_acquire(Ask::new()).now_or_never().unwrap().unwrap();
     let service = layer.layer(service_fn(|_: Request<()>| async {
         unreachable!("its permit was revoked before it began") as Result<Response<Full<Bytes>>, Infallible>
     }));
@@ -341,7 +342,7 @@ async fn rejections_are_answered_by_closures_that_get_the_whole_request() {
         assert!(rejection.waited() >= Duration::from_secs(20));
         Response::new(Full::<Bytes>::from(request.uri().path().to_owned()))
     });
-    let _held = layer.queue().try_acquire(Ask::new()).unwrap();
+    let _held = layer.queue().try_acquire(Ask::new()).now_or_never().unwrap().unwrap();
     let response = layer.layer(service).oneshot(request()).await.unwrap();
     assert_eq!(response.extensions().get::<Rejection>().unwrap().cause(), Cause::TimedOut);
     assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "/ask");
@@ -354,7 +355,7 @@ async fn rejections_are_answered_by_closures_that_get_the_whole_request() {
             response
         },
     );
-    let _held = layer.queue().try_acquire(Ask::new()).unwrap();
+    let _held = layer.queue().try_acquire(Ask::new()).now_or_never().unwrap().unwrap();
     let response = layer.layer(service).oneshot(request()).await.unwrap();
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "question");
@@ -368,7 +369,7 @@ async fn the_classifier_lets_pass_queues_and_refuses() {
         _ => Ask::new().into(),
     });
     let queue = layer.queue().clone();
-    let _held = queue.try_acquire(Ask::new()).unwrap();
+    let _held = queue.try_acquire(Ask::new()).now_or_never().unwrap().unwrap();
     let service = layer.layer(service_fn(hello));
     let send = |path: &str| service.clone().oneshot(Request::builder().uri(path).body(()).unwrap());
     assert_eq!(send("/healthz").await.unwrap().status(), StatusCode::OK);

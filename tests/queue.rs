@@ -2,6 +2,7 @@
 
 use std::{num::NonZeroU32, time::Duration};
 
+use futures_util::FutureExt as _;
 use tokio::time::{Instant, advance, sleep};
 use tokio_test::{assert_pending, assert_ready, assert_ready_ok, task};
 use tower_fair_queue::{Ask, Cause, FairQueue, FairQueueConfig, FairQueueConfigBuilder, Limit, TooWide};
@@ -42,7 +43,7 @@ async fn permits_go_to_the_head_of_the_line() {
     assert!(!second.is_woken(), "one release wakes the one it grants");
     assert_numbers(&queue, 1, 1);
     // Granted to the first already, so a newcomer cannot take it, polled first or not.
-    assert_eq!(queue.try_acquire(Ask::new()).unwrap_err().cause(), Cause::WouldWait);
+    assert_eq!(queue.try_acquire(Ask::new()).now_or_never().unwrap().unwrap_err().cause(), Cause::WouldWait);
     let permit = assert_ready_ok!(first.poll());
     assert_eq!((permit.units(), permit.waited()), (1, Duration::ZERO));
 
@@ -54,10 +55,10 @@ async fn permits_go_to_the_head_of_the_line() {
 #[tokio::test(start_paused = true)]
 async fn an_ask_that_does_not_wait_never_passes_those_who_do() {
     let queue = queue(config().capacity(2));
-    let one = queue.try_acquire(Ask::new()).unwrap();
+    let one = queue.try_acquire(Ask::new()).now_or_never().unwrap().unwrap();
     let mut wide = task::spawn(queue.acquire(cost(2)));
     assert_pending!(wide.poll());
-    let error = queue.try_acquire(Ask::new()).unwrap_err();
+    let error = queue.try_acquire(Ask::new()).now_or_never().unwrap().unwrap_err();
     assert_eq!((error.cause(), error.waited()), (Cause::WouldWait, Duration::ZERO));
     assert_numbers(&queue, 1, 1);
     drop(one);
@@ -198,7 +199,7 @@ async fn an_ask_older_than_its_deadline_does_not_touch_the_queue() {
     advance(Duration::from_secs(1)).await;
     let past = Ask::new().deadline(Instant::now());
     assert!(queue.acquire(past.clone()).await.unwrap_err().is_timed_out());
-    assert!(queue.try_acquire(past).unwrap_err().is_timed_out());
+    assert!(queue.try_acquire(past).now_or_never().unwrap().unwrap_err().is_timed_out());
     assert_numbers(&queue, 0, 0);
 }
 
@@ -249,7 +250,8 @@ async fn too_wide_an_ask_runs_alone_or_is_refused_at_once() {
 #[tokio::test(start_paused = true)]
 async fn capacity_changes_while_running() {
     let queue = queue(config().capacity(4));
-    let mut held: Vec<_> = (0..4).map(|_| queue.try_acquire(Ask::new()).unwrap()).collect();
+    let mut held: Vec<_> =
+        (0..4).map(|_| queue.try_acquire(Ask::new()).now_or_never().unwrap().unwrap()).collect();
     let mut parked: Vec<_> = (0..4).map(|_| task::spawn(queue.acquire(Ask::new()))).collect();
     parked.iter_mut().for_each(|acquire| assert_pending!(acquire.poll()));
 
@@ -287,7 +289,7 @@ async fn a_closed_queue_refuses_the_waiting_and_the_coming_and_leaves_the_runnin
     assert!(parked.is_woken());
     assert!(assert_ready!(parked.poll()).unwrap_err().is_shutting_down());
     assert!(queue.acquire(Ask::new()).await.unwrap_err().is_shutting_down());
-    assert!(queue.try_acquire(Ask::new()).unwrap_err().is_shutting_down());
+    assert!(queue.try_acquire(Ask::new()).now_or_never().unwrap().unwrap_err().is_shutting_down());
     assert!(!held.is_revoked());
     assert_numbers(&queue, 1, 0);
     drop(held);
@@ -333,7 +335,7 @@ async fn a_drain_revokes_at_the_end_of_its_grace_and_does_not_wait_for_the_deaf(
 fn permits_and_waits_are_dropped_outside_of_any_runtime() {
     let queue = queue(config());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let held = queue.try_acquire(Ask::new()).unwrap();
+    let held = queue.try_acquire(Ask::new()).now_or_never().unwrap().unwrap();
     let mut parked = task::spawn(queue.acquire(Ask::new()));
     let unpolled = queue.acquire(Ask::new());
     {
@@ -352,14 +354,14 @@ fn permits_and_waits_are_dropped_outside_of_any_runtime() {
 #[test]
 fn a_panicking_holder_gives_its_units_back() {
     let queue = queue(config());
-    let permit = queue.try_acquire(Ask::new()).unwrap();
+    let permit = queue.try_acquire(Ask::new()).now_or_never().unwrap().unwrap();
     let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
         let _permit = permit;
         panic!("as handlers do");
     }));
     assert!(unwound.is_err());
     assert_numbers(&queue, 0, 0);
-    assert!(queue.try_acquire(Ask::new()).is_ok());
+    assert!(queue.try_acquire(Ask::new()).now_or_never().unwrap().is_ok());
 }
 
 // P1 and P6 on threads, judged by the holders' own count.
@@ -488,7 +490,7 @@ fn a_recorder_that_panics_keeps_no_units() {
     for metric in ["fairqueue_granted_units_total", "fairqueue_released_units_total"] {
         let queue = queue(config());
         metrics::with_local_recorder(&Broken(metric), || {
-            let hold = || drop(queue.try_acquire(Ask::new()));
+            let hold = || drop(queue.try_acquire(Ask::new()).now_or_never().unwrap());
             assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(hold)).is_err(), "{metric}");
         });
         assert_numbers(&queue, 0, 0);

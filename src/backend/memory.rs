@@ -26,6 +26,8 @@ struct State {
     waiting: bool,
     started: Instant,
     closed: Option<Cause>,
+    /// The capacity the queue was made with.
+    configured: u64,
 }
 
 impl Memory {
@@ -37,6 +39,7 @@ impl Memory {
                 waiting: false,
                 started: Instant::now(),
                 closed: None,
+                configured: rules.capacity,
             }),
         }
     }
@@ -137,9 +140,9 @@ impl Backend for Memory {
         Outlook { position: usize::try_from(position).ok(), estimate: state.drain_rate.time_for(units, now) }
     }
 
-    fn resize(&self, capacity: u64) {
+    fn resize(&self, capacity: Option<u64>) {
         self.change(Instant::now(), |state, wake| {
-            state.order.resize(capacity);
+            state.order.resize(capacity.unwrap_or(state.configured));
             let refused = state.order.too_wide().map(|(place, ticket)| (place, Arc::clone(ticket))).collect();
             state.refuse_all(refused, Cause::TooWide, wake);
         });
@@ -168,6 +171,8 @@ impl Backend for Memory {
             capacity: state.order.capacity(),
             waiting: state.order.waiting(),
             in_flight: state.order.in_flight(),
+            own_waiting: state.order.waiting(),
+            own_in_flight: state.order.in_flight(),
             flows: state.order.flows(),
         }
     }

@@ -1,12 +1,16 @@
 //! What a queue needs of the place where its line is kept.
 
 mod memory;
+#[cfg(feature = "redis")]
+mod redis;
 mod ticket;
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{fmt, pin::Pin, sync::Arc, time::Duration};
 
 use tokio::time::Instant;
 
+#[cfg(feature = "redis")]
+pub(crate) use self::redis::{Redis, check_url};
 pub(crate) use self::{
     memory::Memory,
     ticket::{Phase, Ticket},
@@ -22,10 +26,10 @@ use crate::{error::Cause, schedule::Ask};
 /// a runtime, and under any executor.
 pub(crate) trait Backend: fmt::Debug + Send + Sync + 'static {
     /// Puts a pending ticket in line and grants what can be granted. With `wait` false a ticket that is not granted at
-    /// once is refused.
+    /// once, or as soon as the backend has an answer, is refused.
     ///
-    /// When this returns the ticket is granted, refused or in line. The place names it in `finish`; there is none
-    /// for a ticket that never stood in line.
+    /// When this returns the ticket is granted, refused, in line or on its way there. The place names it in `finish`; there is
+    /// none for a ticket that was refused.
     fn enqueue(&self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool, now: Instant) -> Option<Place>;
 
     /// Ends what the place names: a waiting ticket leaves the line, a permit's units go to the next in line.
@@ -35,8 +39,9 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync + 'static {
     /// The position of a waiting ticket and the time to get there, as far as they are known.
     fn outlook(&self, ask: &Ask, place: Option<Place>) -> Outlook;
 
-    /// Changes the capacity (`u64::MAX`: without bound) and grants or refuses what follows from it.
-    fn resize(&self, capacity: u64);
+    /// Changes the capacity (`u64::MAX`: without bound), or goes back to the configured one, and grants or refuses what
+    /// follows from it.
+    fn resize(&self, capacity: Option<u64>);
 
     /// Refuses all that wait and all that come, for `cause`. What is in flight is left alone.
     fn close(&self, cause: Cause);
@@ -44,8 +49,13 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync + 'static {
     /// Asks everything in flight to end.
     fn revoke(&self);
 
-    /// The queue's numbers at one instant.
+    /// The queue's numbers at one instant, as far as this process knows them.
     fn snapshot(&self) -> Snapshot;
+
+    /// Gives back what the backend keeps elsewhere for this process. It grants nothing from then on.
+    fn detach(&self) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        Box::pin(std::future::ready(()))
+    }
 }
 
 /// Where a ticket stands.
@@ -62,5 +72,8 @@ pub(crate) struct Snapshot {
     pub(crate) capacity: u64,
     pub(crate) waiting: u64,
     pub(crate) in_flight: u64,
+    /// The part of `waiting` and of `in_flight` that is this process's own.
+    pub(crate) own_waiting: u64,
+    pub(crate) own_in_flight: u64,
     pub(crate) flows: usize,
 }

@@ -14,7 +14,7 @@ use crate::{config::FairQueueConfig, queue::FairQueue};
 ///
 /// All clones of a layer, and all services they make, share one queue: mounted on a router, a route and a method
 /// router it is still one capacity, and a request that meets it twice takes one permit. Two layers made apart are two
-/// queues.
+/// queues, unless both are kept in Redis under one name.
 ///
 /// A request is classified when the service is called, waits inside the response future, and is passed on to a clone
 /// of the inner service that is made ready after the grant. `poll_ready` is always ready and reserves nothing: what holds
@@ -47,9 +47,23 @@ pub struct FairQueueLayer<C = QueueAll, R = DefaultReject> {
 }
 
 impl FairQueueLayer {
-    /// A layer over a new queue in this process's memory. It never fails, never blocks and needs no runtime.
+    /// A layer over a new queue. It never fails, never blocks and needs no runtime; see [`FairQueue::new`].
     pub fn new(config: FairQueueConfig) -> Self {
         Self::with_queue(FairQueue::new(config))
+    }
+
+    /// A layer over a new queue that grants already; see [`FairQueue::connect`].
+    ///
+    /// # Errors
+    ///
+    /// What stands in the way, by name.
+    ///
+    /// # Cancel safety
+    ///
+    /// As [`FairQueue::connect`].
+    #[cfg(feature = "redis")]
+    pub async fn connect(config: FairQueueConfig) -> Result<Self, crate::ConnectError> {
+        Ok(Self::with_queue(FairQueue::connect(config).await?))
     }
 
     /// A layer over a queue that is there already, for instance behind another layer that classifies otherwise.

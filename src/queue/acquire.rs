@@ -20,7 +20,7 @@ use crate::{
 };
 
 pin_project! {
-    /// The future of [`FairQueue::acquire`](super::FairQueue::acquire).
+    /// The future of [`FairQueue::acquire`](super::FairQueue::acquire) and [`FairQueue::try_acquire`](super::FairQueue::try_acquire).
     #[derive(Debug)]
     #[must_use = "futures do nothing unless polled"]
     pub struct Acquire {
@@ -33,7 +33,7 @@ pin_project! {
 #[derive(Debug)]
 enum State {
     /// Not polled yet; the first poll takes the place in line.
-    New { shared: Arc<Shared>, ask: Ask },
+    New { shared: Arc<Shared>, ask: Ask, wait: bool },
     /// In line, until it is granted, refused or past the deadline.
     Waiting { waiting: Waiting },
     /// The answer was given.
@@ -41,8 +41,8 @@ enum State {
 }
 
 impl Acquire {
-    pub(crate) fn new(shared: Arc<Shared>, ask: Ask) -> Self {
-        Self { deadline: None, state: State::New { shared, ask } }
+    pub(crate) fn new(shared: Arc<Shared>, ask: Ask, wait: bool) -> Self {
+        Self { deadline: None, state: State::New { shared, ask, wait } }
     }
 }
 
@@ -52,7 +52,7 @@ impl Future for Acquire {
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut this = self.project();
         if matches!(this.state, State::New { .. })
-            && let State::New { shared, ask } = std::mem::replace(this.state, State::Done)
+            && let State::New { shared, ask, wait } = std::mem::replace(this.state, State::Done)
         {
             let now = Instant::now();
             let mut deadline = now + shared.config.max_wait;
@@ -65,7 +65,7 @@ impl Future for Acquire {
                 shared.metrics().waited(Waited::Rejected(Cause::TimedOut), Duration::ZERO);
                 return Poll::Ready(Err(error));
             }
-            let mut waiting = match enter(shared, ask, now, true) {
+            let mut waiting = match enter(shared, ask, now, wait) {
                 Ok(Entered::Waiting(waiting)) => waiting,
                 Ok(Entered::Granted(permit)) => return Poll::Ready(Ok(permit)),
                 Err(error) => return Poll::Ready(Err(error)),
@@ -90,18 +90,6 @@ impl Future for Acquire {
         this.deadline.set(None);
         *this.state = State::Done;
         Poll::Ready(answer)
-    }
-}
-
-pub(super) fn try_acquire(shared: &Arc<Shared>, ask: &Ask) -> Result<Permit, AcquireError> {
-    let now = Instant::now();
-    if ask.deadline.is_some_and(|deadline| deadline <= now) {
-        shared.metrics().waited(Waited::Rejected(Cause::TimedOut), Duration::ZERO);
-        return Err(AcquireError::new(Cause::TimedOut, Duration::ZERO));
-    }
-    match enter(Arc::clone(shared), ask.clone(), now, false)? {
-        Entered::Granted(permit) => Ok(permit),
-        Entered::Waiting(_) => unreachable!("an ask that does not wait is granted or refused when it enters"),
     }
 }
 

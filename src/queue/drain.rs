@@ -44,11 +44,12 @@ pub(super) async fn drain(queue: &FairQueue, grace: Duration) -> Drained {
     // A grace beyond what an instant can hold is no bound at all; a year stands for it.
     let end = now.checked_add(grace).unwrap_or(now + Duration::from_secs(365 * 24 * 60 * 60));
     let revoked = idle(queue, end).await;
-    if revoked == 0 {
-        return Drained { revoked, remaining: 0 };
+    let mut remaining = revoked;
+    if revoked > 0 {
+        queue.shared.backend.revoke();
+        remaining = idle(queue, Instant::now() + NOTICE).await;
     }
-    queue.shared.backend.revoke();
-    let remaining = idle(queue, Instant::now() + NOTICE).await;
+    queue.shared.backend.detach().await;
     Drained { revoked, remaining }
 }
 
@@ -58,9 +59,9 @@ async fn idle(queue: &FairQueue, end: Instant) -> u64 {
         let mut ended = pin!(queue.shared.ended.notified());
         // Listening before looking: an ending between the two is heard.
         ended.as_mut().enable();
-        let in_flight = queue.stats().in_flight;
+        let in_flight = queue.stats().own_in_flight;
         if in_flight == 0 || timeout_at(end, ended).await.is_err() {
-            return queue.stats().in_flight;
+            return queue.stats().own_in_flight;
         }
     }
 }

@@ -20,6 +20,9 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
+#[cfg(feature = "redis")]
+use crate::{backend::Redis, error::ConnectError};
+
 use self::permit::Held;
 pub use self::{acquire::Acquire, drain::Drained, permit::Permit};
 use crate::{
@@ -106,11 +109,43 @@ impl Shared {
 }
 
 impl FairQueue {
-    /// Makes a queue kept in this process's memory. Needs no runtime, and starts no task.
+    /// Makes a queue. It neither fails nor blocks, and needs no runtime.
+    ///
+    /// A queue in memory starts no task. A queue in Redis attaches as soon as there is a runtime: at once if this is called within
+    /// one, else with the first ask. Its very first start, and the one after a loss of data, grants nothing for about 2 s, in which
+    /// other processes may tell what they hold; see [`connect`](Self::connect).
     #[must_use]
     pub fn new(config: FairQueueConfig) -> Self {
-        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+        #[cfg(feature = "redis")]
+        if let Some(redis) = &config.redis {
+            let backend = Box::new(Redis::new(&config, redis));
+            return Self::with_backend(config, backend);
+        }
         let backend = Box::new(Memory::new(Rules::from(&config)));
+        Self::with_backend(config, backend)
+    }
+
+    /// Makes a queue and waits until it grants: the server is reached and of a version that will do, the user has the rights
+    /// it needs, and what other processes hold is known. A queue in memory is ready at once.
+    ///
+    /// # Errors
+    ///
+    /// What stands in the way, by name, within 2 s; [`ConnectProblem::NotReady`](crate::ConnectProblem::NotReady) where
+    /// a process that held permits is silent for longer than a lease and 5 s.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future drops the queue, which detaches.
+    #[cfg(feature = "redis")]
+    pub async fn connect(config: FairQueueConfig) -> Result<Self, ConnectError> {
+        let Some(redis) = &config.redis else { return Ok(Self::new(config)) };
+        let backend = Redis::new(&config, redis);
+        backend.ready().await?;
+        Ok(Self::with_backend(config, Box::new(backend)))
+    }
+
+    fn with_backend(config: FairQueueConfig, backend: Box<dyn Backend>) -> Self {
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         Self {
             shared: Arc::new(Shared {
                 id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
@@ -142,17 +177,21 @@ impl FairQueue {
     /// Dropping the future gives up the place in line; a grant that came in that instant goes to the next in line
     /// (promises P5 and P6). Asking again means the end of the line.
     pub fn acquire(&self, ask: Ask) -> Acquire {
-        Acquire::new(Arc::clone(&self.shared), ask)
+        Acquire::new(Arc::clone(&self.shared), ask, true)
     }
 
-    /// Takes a permit if one can be granted now. It never passes those who wait.
+    /// Takes a permit if one can be granted now. It never passes those who wait, and waits for nothing but the answer: none with a
+    /// queue in memory, one round trip with Redis.
     ///
     /// # Errors
     ///
     /// [`Cause::WouldWait`] where the ask would have to wait; otherwise as [`acquire`](Self::acquire).
-    #[expect(clippy::needless_pass_by_value, reason = "an ask is put to one queue once, as in `acquire`")]
-    pub fn try_acquire(&self, ask: Ask) -> Result<Permit, AcquireError> {
-        acquire::try_acquire(&self.shared, &ask)
+    ///
+    /// # Cancel safety
+    ///
+    /// As [`acquire`](Self::acquire).
+    pub fn try_acquire(&self, ask: Ask) -> Acquire {
+        Acquire::new(Arc::clone(&self.shared), ask, false)
     }
 
     /// The queue's numbers at one instant.
@@ -163,6 +202,8 @@ impl FairQueue {
             capacity: u32::try_from(snapshot.capacity).map_or(Limit::Unlimited, Limit::AtMost),
             in_flight: snapshot.in_flight,
             waiting: snapshot.waiting,
+            own_in_flight: snapshot.own_in_flight,
+            own_waiting: snapshot.own_waiting,
             flows: snapshot.flows,
         }
     }
@@ -171,14 +212,24 @@ impl FairQueue {
     /// touched and nothing is granted until what is in flight has come below it; waiting asks that are too wide
     /// now are treated by [`TooWide`](crate::TooWide) at once.
     ///
+    /// It stays until [`clear_capacity`](Self::clear_capacity). With Redis it is the whole queue's, whatever processes that attach later are
+    /// configured with, and is set with the next call, so a few milliseconds later.
+    ///
     /// # Errors
     ///
     /// The capacity is 0. Nothing has changed.
     pub fn set_capacity(&self, units: impl Into<Limit>) -> Result<(), ConfigError> {
         let capacity = units.into().check("capacity")?.as_units();
-        self.shared.backend.resize(capacity);
+        self.shared.backend.resize(Some(capacity));
         self.shared.metrics().capacity(capacity);
         Ok(())
+    }
+
+    /// Goes back to the configured capacity, after [`set_capacity`](Self::set_capacity). With Redis that is the one of the process
+    /// that attached last.
+    pub fn clear_capacity(&self) {
+        self.shared.backend.resize(None);
+        self.shared.metrics().capacity(self.shared.backend.snapshot().capacity);
     }
 
     /// Closes the queue for good: whoever waits or comes is refused with [`Cause::ShuttingDown`]. Permits in flight
@@ -195,8 +246,9 @@ impl FairQueue {
         self.shared.closed.load(Ordering::SeqCst)
     }
 
-    /// Closes the queue and waits until everything in flight has ended (promise P11), for at most `grace`; then revokes
-    /// what is left and waits for at most a quarter of a second more.
+    /// Closes the queue and waits until everything this process has in flight has ended (promise P11), for at most `grace`; then revokes
+    /// what is left and waits for at most a quarter of a second more. With Redis the node then detaches, so all it had is free for the
+    /// other processes at once; that takes two command timeouts at most.
     ///
     /// Revoking ends response bodies with an error, never as if they were complete, when they are next polled. A request whose service has
     /// not answered yet is answered for: 503 without `Retry-After`, with [`Revoked`](crate::Revoked) in its extensions, since the work
@@ -236,7 +288,8 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// A queue's numbers at one instant, all read under one lock.
+/// A queue's numbers at one instant. Those of a queue in memory are read under one lock; of a queue in Redis, those of the
+/// whole queue are as of this process's last call, at most a second ago while Redis answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Stats {
@@ -246,6 +299,10 @@ pub struct Stats {
     pub in_flight: u64,
     /// Tickets parked.
     pub waiting: u64,
+    /// The part of `in_flight` that this process holds.
+    pub own_in_flight: u64,
+    /// The part of `waiting` that waits in this process.
+    pub own_waiting: u64,
     /// Flows that are kept account of: those of which something waits and, with
     /// [`max_in_flight_per_flow`](crate::FairQueueConfigBuilder::max_in_flight_per_flow), those of which something runs.
     pub flows: usize,

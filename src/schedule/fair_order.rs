@@ -50,6 +50,19 @@ pub(crate) struct Place {
     index: usize,
 }
 
+impl Place {
+    /// The name of a ticket that another backend counts by itself.
+    #[cfg(feature = "redis")]
+    pub(crate) fn numbered(number: u64) -> Self {
+        Self { arrival: number, index: 0 }
+    }
+
+    #[cfg(feature = "redis")]
+    pub(crate) fn number(self) -> u64 {
+        self.arrival
+    }
+}
+
 /// A grant: `units` now belong to the permit.
 #[derive(Debug)]
 pub(crate) struct Grant<'a, T> {

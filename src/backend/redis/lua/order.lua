@@ -1,0 +1,317 @@
+-- The fair order, as `schedule` has it: a line per flow, tags at the head, virtual time per level of priority.
+--
+-- LINES    members flow arrival cost weight level node ticket, all scores 0: a flow's tickets in order of arrival
+-- TICKETS  node ticket -> flow arrival cost weight level
+-- FLOWS    flow -> what is kept of it while it waits or, with a cap, runs
+-- HEADS    members arrival flow by score: the heads that compete
+--
+-- What a call changes is kept in tables and written at its end, each table in one command.
+
+local FLOW, NO_HEAD = '>I4ddI2I2BddI2c39', string.rep('\0', 39)
+local flows, flows_touched = {}, {}
+
+local function read_flow(id)
+    local f = flows[id]
+    if f then
+        return f
+    end
+    f = { id = id, n = 0, running = 0, start = 0, start_rest = 0, start_weight = 0, read = {}, at = 1 }
+    local packed = call('HGET', FLOWS, id)
+    if packed then
+        local has_head, head, score, tag, tag_rest
+        f.n, f.running, f.start, f.start_rest, f.start_weight, has_head, score, tag, tag_rest, head =
+            unpack_from(FLOW, packed)
+        f.stored = true
+        if has_head == 1 then
+            f.head, f.score, f.tag, f.tag_rest = head, score, tag, tag_rest
+            f.cost, f.weight, f.level = unpack_from('>I4I2B', head, 9)
+            f.level = f.level + 1
+            f.in_heads = true
+        end
+    end
+    flows[id] = f
+    return f
+end
+
+local function head_start(level)
+    return (level - 1) * st.step * SCALE
+end
+
+local function level_time(level)
+    local time, own = 0, head_start(level)
+    for r = 1, 8 do
+        if reached[r] then
+            time = max(time, reached[r] + min(head_start(r), own))
+        end
+    end
+    return time
+end
+
+local function level_start(level)
+    local start = level_time(level)
+    for r = 1, level do
+        if competing[r] > 0 then
+            return start
+        end
+    end
+    local above
+    for r = level + 1, 8 do
+        if competing[r] > 0 then
+            local time = level_time(r)
+            above = above and min(above, time) or time
+        end
+    end
+    if above and above > start then
+        reached[level] = above - head_start(level)
+        return above
+    end
+    return start
+end
+
+local function widest()
+    return min(st.capacity, st.flow_cap)
+end
+
+local function clamp(cost)
+    return min(cost, widest())
+end
+
+-- The heads: those read from HEADS, in order, and those that are new in this call, in a heap.
+
+local stored_heads, next_stored, all_read, gone_heads, fresh = {}, 1, false, {}, {}
+
+local function before(a, b)
+    return a.score < b.score or (a.score == b.score and a.arrival < b.arrival)
+end
+
+local function push_head(f)
+    local item, i = { score = f.score, arrival = sub(f.head, 1, 8), flow = f }, #fresh + 1
+    f.item = item
+    while i > 1 do
+        local parent = floor(i / 2)
+        if not before(item, fresh[parent]) then
+            break
+        end
+        fresh[i], i = fresh[parent], parent
+    end
+    fresh[i] = item
+end
+
+local function pop_head()
+    local item = remove(fresh)
+    local n, i = #fresh, 1
+    if n == 0 then
+        return
+    end
+    while true do
+        local child = 2 * i
+        if child > n then
+            break
+        end
+        if child < n and before(fresh[child + 1], fresh[child]) then
+            child = child + 1
+        end
+        if not before(fresh[child], item) then
+            break
+        end
+        fresh[i], i = fresh[child], child
+    end
+    fresh[i] = item
+end
+
+local function first_head()
+    local item = fresh[1]
+    while item and item.flow.item ~= item do
+        pop_head()
+        item = fresh[1]
+    end
+    while true do
+        if next_stored > #stored_heads and not all_read then
+            local n = #stored_heads
+            local more = call('ZRANGE', HEADS, n, n + 15, 'WITHSCORES')
+            for i = 1, #more, 2 do
+                insert(stored_heads, { member = more[i], arrival = sub(more[i], 1, 8), score = tonumber(more[i + 1]) })
+            end
+            all_read = #more < 32
+        end
+        local stored = stored_heads[next_stored]
+        if not stored then
+            return item and item.flow
+        end
+        if not gone_heads[stored.member] then
+            if item and before(item, stored) then
+                return item.flow
+            end
+            return read_flow(sub(stored.member, 9))
+        end
+        next_stored = next_stored + 1
+    end
+end
+
+local function withdraw(f)
+    if not f.head then
+        return
+    end
+    if f.in_heads then
+        gone_heads[sub(f.head, 1, 8) .. f.id] = true
+        f.in_heads = false
+    end
+    competing[f.level] = competing[f.level] - 1
+    st.heads, st.active = st.heads - 1, st.active - f.weight
+    f.head, f.item = nil, nil
+    flows_touched[f.id] = f
+end
+
+-- The line of a flow behind what this call has taken from it.
+
+local gone_tickets, left_tickets, left_lines = {}, {}, {}
+
+local function first_in_line(f)
+    if f.n == 0 then
+        return
+    end
+    while true do
+        local tail = f.read[f.at]
+        if not tail then
+            if f.complete then
+                return
+            end
+            local from = f.seen and '(' .. f.id .. f.seen or '[' .. f.id
+            local want = min(#f.read * 2 + 2, 128)
+            local members = call('ZRANGEBYLEX', LINES, from, '(' .. f.id .. '\255', 'LIMIT', 0, want)
+            f.complete, f.read, f.at = #members < want, {}, 1
+            for i, member in ipairs(members) do
+                f.read[i] = sub(member, 17)
+            end
+            f.want = want
+            tail = f.read[1]
+            if not tail then
+                return
+            end
+        end
+        f.seen = tail
+        if not gone_tickets[sub(tail, 16)] then
+            return tail
+        end
+        f.at = f.at + 1
+    end
+end
+
+local function compete(f, since, since_rest, since_weight, before_level)
+    flows_touched[f.id] = f
+    local head = first_in_line(f)
+    if head then
+        local cost, weight, level = unpack_from('>I4I2B', head, 9)
+        level = level + 1
+        local units = clamp(cost)
+        if f.running + units <= st.flow_cap then
+            local start, rest, rest_weight = since, since_rest, since_weight
+            if not since or level > before_level then
+                local from = level_start(level)
+                if not since or start < from then
+                    start, rest, rest_weight = from, 0, 0
+                end
+            end
+            local dividend = units * SCALE + (weight == rest_weight and rest or 0)
+            f.start, f.start_rest, f.start_weight = start, rest, rest_weight
+            f.tag_rest = dividend % weight
+            f.tag = start + (dividend - f.tag_rest) / weight
+            f.head, f.score, f.cost, f.weight, f.level = head, f.tag - head_start(level), cost, weight, level
+            push_head(f)
+            competing[level] = competing[level] + 1
+            st.heads, st.active = st.heads + 1, st.active + weight
+        end
+    end
+    if st.heads == 0 then
+        reached = {}
+    end
+end
+
+local function take_from_line(f, tail)
+    local key = sub(tail, 16)
+    f.n, st.waiting = f.n - 1, st.waiting - 1
+    gone_tickets[key] = true
+    insert(left_tickets, key)
+    insert(left_lines, f.id .. tail)
+    flows_touched[f.id] = f
+    add_waiting(sub(key, 1, 16), -1)
+end
+
+local function leave_line(f, tail)
+    local first = f.head or first_in_line(f)
+    take_from_line(f, tail)
+    if first ~= tail then
+        return
+    end
+    if f.head then
+        local start, rest, weight, level = f.start, f.start_rest, f.start_weight, f.level
+        withdraw(f)
+        compete(f, start, rest, weight, level)
+    else
+        compete(f)
+    end
+end
+
+local function save_order()
+    if #left_lines > 0 then
+        call_many('ZREM', LINES, left_lines)
+        call_many('HDEL', TICKETS, left_tickets)
+    end
+    local members, scored, packed, empty = {}, {}, {}, {}
+    for member in pairs(gone_heads) do
+        insert(members, member)
+    end
+    for id, f in pairs(flows_touched) do
+        if f.head and not f.in_heads then
+            insert(scored, text(f.score))
+            insert(scored, sub(f.head, 1, 8) .. id)
+        end
+        if f.n > 0 or f.running > 0 then
+            insert(packed, id)
+            insert(packed, pack(FLOW, f.n, f.running, f.start, f.start_rest, f.start_weight, f.head and 1 or 0,
+                f.score or 0, f.tag or 0, f.tag_rest or 0, f.head or NO_HEAD))
+            if not f.stored then
+                st.flows = st.flows + 1
+            end
+        elseif f.stored then
+            insert(empty, id)
+            st.flows = st.flows - 1
+        end
+    end
+    if #members > 0 then
+        call_many('ZREM', HEADS, members)
+    end
+    if #scored > 0 then
+        call_many('ZADD', HEADS, scored)
+    end
+    if #packed > 0 then
+        call_many('HSET', FLOWS, packed)
+    end
+    if #empty > 0 then
+        call_many('HDEL', FLOWS, empty)
+    end
+end
+
+-- Moves all virtual times back by the same amount. It reads every flow; a queue whose requests cost 1 comes here once in years.
+local function rebase()
+    local by = 0
+    for level = 1, 8 do
+        by = max(by, reached[level] or 0)
+    end
+    if by <= REBASE_AT then
+        return
+    end
+    for level = 1, 8 do
+        reached[level] = reached[level] and reached[level] - by
+    end
+    local heads, stored = call('ZRANGE', HEADS, 0, -1, 'WITHSCORES'), call('HGETALL', FLOWS)
+    for i = 1, #heads, 2 do
+        heads[i], heads[i + 1] = text(tonumber(heads[i + 1]) - by), heads[i]
+    end
+    for i = 2, #stored, 2 do
+        local n, running, start, rest, weight, has_head, score, tag, tag_rest, head = unpack_from(FLOW, stored[i])
+        stored[i] = pack(FLOW, n, running, start - by, rest, weight, has_head, score - by, tag - by, tag_rest, head)
+    end
+    call_many('ZADD', HEADS, heads)
+    call_many('HSET', FLOWS, stored)
+end

@@ -1,0 +1,103 @@
+-- The queue's state: read, checked against the sizes of what it counts, made anew where something is missing.
+
+local st, saved, reached, competing = {}, {}, {}, {}
+local NUMBERS = {
+    'version', 'clock', 'now', 'arrivals', 'waiting', 'in_flight', 'permits', 'heads', 'flows', 'nodes', 'live', 'calls',
+    'outbox', 'expected', 'settle', 'wait_until', 'recovery', 'opened', 'granted', 'membership', 'active', 'rules_set',
+    'base', 'flow_cap', 'max_waiting', 'max_per_flow', 'too_wide', 'step', 'ramp', 'operator', 'operator_set', 'cursor',
+}
+
+local now
+do
+    local time = call('TIME')
+    now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+end
+
+local function answer(status, blobs)
+    blobs = blobs or {}
+    local flags = (blobs.recovering and 1 or 0) + (blobs.more and 2 or 0) + (blobs.listed and 4 or 0)
+    return {
+        pack('>BBI8c16I8I8I8I8I8I8I8I8I8I8I8I8c8', status, flags, number, st.epoch or NO_FLOW, st.version or 0,
+            blobs.pushed or 0, st.waiting or 0, st.in_flight or 0, st.granted or 0, st.base or 0, st.rules_set or 0,
+            st.operator or 0, st.operator_set or 0, st.live or 0, st.membership or 0, blobs.wake or 0, blobs.listed or NO_TICKET),
+        blobs.grants or '', blobs.refusals or '', blobs.places or '', blobs.peers or '',
+    }
+end
+
+local function new_state()
+    call('UNLINK', unpack(KEYS))
+    saved = {}
+    for _, name in ipairs(NUMBERS) do
+        st[name] = 0
+    end
+    st.layout, st.epoch = LAYOUT, sub(redis.sha1hex(me .. text(number) .. text(now)), 1, 16)
+    st.now, st.settle, st.wait_until, st.recovery = now, SETTLE, lease, 1
+    reached, competing = {}, { 0, 0, 0, 0, 0, 0, 0, 0 }
+end
+
+local function load_state()
+    local fields = call('HGETALL', STATE)
+    for i = 1, #fields, 2 do
+        st[fields[i]] = fields[i + 1]
+    end
+    if st.layout and st.layout ~= text(LAYOUT) then
+        return OTHER_LAYOUT
+    end
+    local whole = st.layout ~= nil and st.epoch ~= nil and st.levels ~= nil
+    for _, name in ipairs(NUMBERS) do
+        st[name] = tonumber(st[name])
+        saved[name] = st[name]
+        whole = whole and st[name] ~= nil
+    end
+    whole = whole
+        and call('ZCARD', LINES) == st.waiting and call('HLEN', TICKETS) == st.waiting
+        and call('ZCARD', HEADS) == st.heads and call('HLEN', FLOWS) == st.flows
+        and call('ZCARD', PERMITS) == st.permits and call('ZCARD', NODES) == st.nodes
+        and call('HLEN', CALLS) == st.calls and call('ZCARD', OUTBOX) == st.outbox
+        and call('SCARD', EXPECTED) == st.expected
+    if not whole then
+        new_state()
+        return
+    end
+    local at
+    for level = 1, 8 do
+        local is_reached, score
+        is_reached, score, competing[level], at = unpack_from('>BdI4', st.levels, at)
+        reached[level] = is_reached == 1 and score or nil
+    end
+end
+
+local function recovering()
+    return st.clock < st.settle or (st.clock < st.wait_until and st.expected > 0)
+end
+
+local function recover() -- another life of this state: nothing is granted until its nodes have told what they hold
+    st.epoch = sub(redis.sha1hex(me .. text(number) .. text(now)), 1, 16)
+    st.recovery, st.settle, st.wait_until, st.opened = st.recovery + 1, st.clock + SETTLE, st.clock + lease, 0
+    if st.expected > 0 then
+        call('DEL', EXPECTED)
+        st.expected = 0
+    end
+end
+
+local function expect(nodes)
+    if #nodes > 0 then
+        st.expected = st.expected + call('SADD', EXPECTED, unpack(nodes))
+        st.membership = st.membership + 1
+    end
+end
+
+local function save_state()
+    local packed = {}
+    for level = 1, 8 do
+        packed[level] = pack('>BdI4', reached[level] and 1 or 0, reached[level] or 0, competing[level])
+    end
+    local fields = { 'layout', text(st.layout), 'epoch', st.epoch, 'levels', concat(packed) }
+    for _, name in ipairs(NUMBERS) do
+        if saved[name] ~= st[name] then
+            insert(fields, name)
+            insert(fields, text(st[name]))
+        end
+    end
+    call('HSET', STATE, unpack(fields))
+end

@@ -23,13 +23,16 @@ impl Sentinels {
         let name = Self::NAME;
         let lines = [
             format!("sentinel monitor {name} 127.0.0.1 {port} 2"),
-            format!("sentinel down-after-milliseconds {name} 1000"),
+            format!("sentinel down-after-milliseconds {name} 1500"),
             format!("sentinel failover-timeout {name} 2000"),
         ];
         let mut sentinels = Vec::new();
         for _ in 0..3 {
             let sentinel = Server::sentinel(binary, &lines).await;
-            // They tell each other of themselves, and ask the servers, more often than every few seconds.
+            // At the default of 1 s a primary that is well would often look silent for too long. Below 300 ms no replica would
+            // be good enough: the news of it, once a second, may be five periods old.
+            sentinel.cli(&["SENTINEL", "DEBUG", "PING-PERIOD", "500"]);
+            // Otherwise they ask the servers, and tell each other of themselves, every few seconds only.
             sentinel.cli(&["SENTINEL", "DEBUG", "INFO-PERIOD", "500", "PUBLISH-PERIOD", "500"]);
             sentinels.push(sentinel);
         }
@@ -44,35 +47,38 @@ impl Sentinels {
 
     /// The index of the primary, by what all sentinels and the server itself say. `None`: they do not agree.
     pub(crate) fn primary(&self) -> Option<usize> {
-        let ask =
-            |sentinel: &Server| sentinel.try_cli(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", Self::NAME]).ok();
-        let told: Vec<_> = self.sentinels.iter().map(ask).collect();
-        self.servers.iter().position(|server| {
-            let address = format!("127.0.0.1\n{}", server.port());
-            told.iter().all(|told| told.as_ref() == Some(&address)) && role(server) == Some("master")
-        })
+        let told = self.told(&self.sentinels[0])?;
+        let agreed = self.sentinels.iter().all(|sentinel| self.told(sentinel) == Some(told));
+        (agreed && role(&self.servers[told]) == Some("master")).then_some(told)
+    }
+
+    /// The index of the primary as a sentinel tells it.
+    fn told(&self, sentinel: &Server) -> Option<usize> {
+        let address = sentinel.try_cli(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", Self::NAME]).ok()?;
+        self.servers.iter().position(|server| address == format!("127.0.0.1\n{}", server.port()))
     }
 
     /// Has the sentinels swap primary and replica, both of which run, and waits until they have. Returns the new primary.
     pub(crate) async fn failover(&self) -> usize {
         let old = self.primary().expect("a primary before the failover");
-        // Refused as long as the sentinel has not heard of the replica's state.
-        let start = || self.sentinels[0].try_cli(&["SENTINEL", "FAILOVER", Self::NAME]).is_ok();
-        settled("a sentinel starts the failover", start).await;
-        self.elected(old).await
+        let swapped = || {
+            // Refused while one is under way, and until the sentinel has heard of the replica's state; one that has failed
+            // is not tried again by itself.
+            if self.told(&self.sentinels[0]) == Some(old) {
+                _ = self.sentinels[0].try_cli(&["SENTINEL", "FAILOVER", Self::NAME]);
+            }
+            self.primary() == Some(1 - old)
+        };
+        settled("the sentinels swap primary and replica", swapped).await;
+        1 - old
     }
 
     /// Kills the primary and waits until its replica has been made the primary. Returns that one.
     pub(crate) async fn kill_primary(&mut self) -> usize {
         let old = self.primary().expect("a primary before the failover");
         self.servers[old].kill9();
-        self.elected(old).await
-    }
-
-    async fn elected(&self, old: usize) -> usize {
-        let new = 1 - old;
-        settled("the replica is made the primary", || self.primary() == Some(new)).await;
-        new
+        settled("the replica is made the primary", || self.primary() == Some(1 - old)).await;
+        1 - old
     }
 
     /// Waits until there is a primary with a replica in step and each sentinel knows of all.

@@ -15,6 +15,10 @@ mod wire;
 
 #[cfg(test)]
 mod order;
+#[cfg(test)]
+mod simulation;
+#[cfg(test)]
+mod testing;
 
 use std::{
     collections::hash_map::RandomState,

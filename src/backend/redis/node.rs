@@ -239,7 +239,7 @@ impl Node {
         self.renewed + self.own_lease()
     }
 
-    fn lease_is_over(&self, now: Duration) -> bool {
+    pub(super) fn lease_is_over(&self, now: Duration) -> bool {
         now > self.lease_end()
     }
 

@@ -8,6 +8,7 @@ use redis::{Cmd, aio::MultiplexedConnection, cmd};
 use super::{
     keys::{Keys, flow_id},
     script::Script,
+    testing,
     wire::{AskRecord, Call, Head, How, Kind, NodeId, Reply, RulesRecord, Status, read_reply},
 };
 use crate::{
@@ -220,7 +221,7 @@ impl Real {
 }
 
 fn command(script: &str, keys: &Keys, call: &Call) -> Cmd {
-    let mut command = cmd("EVAL");
+    let mut command = cmd("EVALSHA");
     command.arg(script).arg(10).arg(&keys.keys);
     for part in
         [&call.head, &call.rules, &call.peers, &call.enqueues, &call.releases, &call.finishes, &call.held]
@@ -352,10 +353,9 @@ fn script() -> String {
 // The whole order, call by call: random sequences of three nodes through the script and through `schedule`.
 #[test]
 fn the_script_grants_what_the_reference_grants() {
-    let port = std::env::var("FAIRQ_TEST_PORT").expect("a server");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let client = redis::Client::open(format!("redis://127.0.0.1:{port}")).unwrap();
-    let connection = runtime.block_on(client.get_multiplexed_async_connection()).unwrap();
+    let Some((_server, mut connection)) = runtime.block_on(testing::server()) else { return };
+    let hash = runtime.block_on(testing::load(&mut connection, &script()));
     let cases = std::env::var("FAIRQ_ORDER_CASES").map_or(300, |cases| cases.parse().expect("a number"));
     let config = ProptestConfig {
         cases,
@@ -368,7 +368,7 @@ fn the_script_grants_what_the_reference_grants() {
         .run(&case(), |case| {
             runs.set(runs.get() + 1);
             let name = format!("{}-{}", std::process::id(), runs.get());
-            runtime.block_on(run(case, connection.clone(), &name, script()))
+            runtime.block_on(run(case, connection.clone(), &name, hash.clone()))
         })
         .unwrap_or_else(|error| panic!("{error}"));
 }

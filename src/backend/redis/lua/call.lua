@@ -49,6 +49,10 @@ local function reap() -- what silent nodes held, in bounded portions
     return true
 end
 
+local function count_capacity()
+    st.capacity = st.operator > 0 and st.operator or st.base
+end
+
 local function set_rules(blob, fresh)
     local base, flow_cap, max_waiting, max_per_flow, too_wide, step, ramp, rules_set, operator, operator_set =
         unpack_from('>I8I8I8I8BI4I8I8I8I8', blob)
@@ -60,6 +64,7 @@ local function set_rules(blob, fresh)
     if operator_set > st.operator_set then
         st.operator, st.operator_set = operator, operator_set
     end
+    count_capacity()
 end
 
 local function pass_on() -- grants of other nodes
@@ -76,7 +81,7 @@ local function pass_on() -- grants of other nodes
         local channel = ARGV[8] .. string.gsub(node, '.', function(c)
             return string.format('%02x', byte(c))
         end)
-        call(ARGV[9], channel, st.epoch .. pack('>I8I8', entry.session, first) .. concat(list))
+        publish(channel, st.epoch .. pack('>I8I8', entry.session, first) .. concat(list))
     end
     if #records > 0 then
         st.outbox = st.outbox + #records / 2
@@ -145,6 +150,7 @@ if load_state() == OTHER_LAYOUT then
     return answer(OTHER_LAYOUT)
 end
 
+count_capacity()
 local age = now - st.now
 st.clock = st.clock + max(0, min(age, recovering() and RECOVERY_STEP or MAX_STEP))
 st.now = now
@@ -222,7 +228,6 @@ if status == OK then
     elseif #ARGV[2] > 0 then
         set_rules(ARGV[2], false)
     end
-    st.capacity = st.operator > 0 and st.operator or st.base
     if kind ~= RESTATE then
         pushed = tell_again(entry)
         more = more or pushed < entry.pushed
@@ -246,7 +251,6 @@ if status == OK then
         listed = list_permits()
     end
 end
-st.capacity = st.operator > 0 and st.operator or st.base
 
 local wake
 open, wake = open_capacity()

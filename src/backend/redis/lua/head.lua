@@ -29,6 +29,10 @@ local me, my_epoch, number, version, received, lease, peers_seen, list_from, kin
     unpack_from('>c16c16I8I8I8I8I8c8BBI4', ARGV[1])
 local last, fresh, lists = flags % 2 == 1, floor(flags / 2) % 2 == 1, floor(flags / 4) % 2 == 1
 
+local function publish(channel, message)
+    call(ARGV[9], channel, message)
+end
+
 local function text(n) -- numbers of 14 digits and more lose some in `tostring`
     return string.format('%.0f', n)
 end

@@ -8,7 +8,7 @@ local NUMBERS = {
 }
 
 local now
-do
+do -- the server's clock, read once: in some versions it moves on while a script runs
     local time = call('TIME')
     now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 end

@@ -49,6 +49,11 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync + 'static {
     /// Asks everything in flight to end.
     fn revoke(&self);
 
+    /// Whether this process may no longer use what it holds, though nobody has come to revoke it yet.
+    fn lease_is_lost(&self) -> bool {
+        false
+    }
+
     /// The queue's numbers at one instant, as far as this process knows them.
     fn snapshot(&self) -> Snapshot;
 

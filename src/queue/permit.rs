@@ -36,10 +36,11 @@ impl Permit {
     /// Gives the units back, as dropping does.
     pub fn release(self) {}
 
-    /// Whether the queue wants the units back now: the grace of a drain is over.
+    /// Whether the queue wants the units back now: the grace of a drain is over, or a lease was lost that permits do not outlive
+    /// (`LeaseLost::Abort`).
     #[must_use]
     pub fn is_revoked(&self) -> bool {
-        self.held.ticket.is_revoked()
+        self.held.ticket.is_revoked() || self.held.shared.backend.lease_is_lost()
     }
 
     /// Waits until the queue wants the units back.

@@ -4,7 +4,7 @@ use std::{
     pin::pin,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -21,7 +21,7 @@ use super::{
     keys::Keys,
     link::{CallError, Link, Subscription, Target},
     node::{Heard, Node, Settings},
-    wire::{NodeId, read_push, read_reply},
+    wire::{NodeId, micros, read_push, read_reply},
 };
 use crate::{
     config::{FairQueueConfig, LeaseLost, RedisConfig},
@@ -50,6 +50,8 @@ pub(super) struct Core {
     timeout: Duration,
     lease: Duration,
     aborts: bool,
+    /// When the node's own lease ends, in microseconds, for whoever may not wait for the lock; 0 until it has one.
+    lease_end: AtomicU64,
     /// The engine has something to tell, or is to stop.
     work: Notify,
     running: AtomicBool,
@@ -89,6 +91,7 @@ impl Core {
             timeout: redis.command_timeout,
             lease: redis.lease,
             aborts: redis.lease_lost == LeaseLost::Abort,
+            lease_end: AtomicU64::new(0),
             work: Notify::new(),
             running: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
@@ -166,6 +169,15 @@ impl Core {
                 }
             }),
         }
+    }
+
+    /// Whether permits do not outlive the lease, and it has ended: a process that slept may be here before its engine is.
+    pub(super) fn lease_is_lost(&self) -> bool {
+        if !self.aborts {
+            return false;
+        }
+        let end = self.lease_end.load(Ordering::Acquire);
+        end > 0 && micros(clock::now()) > end
     }
 
     fn metrics(&self) -> &BackendMetrics {
@@ -285,7 +297,9 @@ impl Core {
     }
 
     fn after_reply(&self) {
-        let (ready, left, seen) = self.change(|node, _| (node.is_ready(), node.left_outage(), node.seen()));
+        let (ready, left, seen, lease_end) =
+            self.change(|node, _| (node.is_ready(), node.left_outage(), node.seen(), node.lease_end()));
+        self.lease_end.store(micros(lease_end), Ordering::Release);
         self.set_state(if ready { State::Ready } else { State::Recovering });
         self.metrics().seen(seen.live, seen.capacity);
         if left {

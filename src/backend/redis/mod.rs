@@ -111,6 +111,10 @@ impl Backend for Redis {
         self.change(|node, wake| node.revoke(wake));
     }
 
+    fn lease_is_lost(&self) -> bool {
+        self.core.lease_is_lost()
+    }
+
     fn snapshot(&self) -> Snapshot {
         let node = self.core.node.lock().unwrap_or_else(PoisonError::into_inner);
         let (seen, (own_waiting, own_in_flight)) = (node.seen(), node.own());

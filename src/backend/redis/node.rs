@@ -12,7 +12,7 @@ use super::{
     outage::Local,
     wire::{
         AskRecord, Call, Epoch, FlowId, Granted, Head, How, Kind, MAX_OPS, NodeId, Push, Reply, RulesRecord,
-        Status,
+        Status, micros,
     },
 };
 use crate::{
@@ -235,7 +235,7 @@ impl Node {
     }
 
     /// When the node's own lease ends if nothing renews it.
-    fn lease_end(&self) -> Duration {
+    pub(super) fn lease_end(&self) -> Duration {
         self.renewed + self.own_lease()
     }
 
@@ -880,8 +880,4 @@ impl Node {
         }
         held.len()
     }
-}
-
-fn micros(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }

@@ -3,7 +3,7 @@
 //! Everything that comes from Redis is checked for length and range, and what does not fit is an error that names
 //! the part; nothing of it is guessed.
 
-use std::fmt;
+use std::{fmt, time::Duration};
 
 use crate::{config::TooWide, error::Cause, schedule::Rules};
 
@@ -230,6 +230,11 @@ impl Reply {
 /// `UNBOUNDED` as the rest of the crate has it.
 pub(super) fn bound(number: u64) -> u64 {
     if number >= UNBOUNDED { u64::MAX } else { number }
+}
+
+/// A time as the script counts it.
+pub(super) fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// The grants of one push.

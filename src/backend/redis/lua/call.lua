@@ -73,8 +73,8 @@ local function pass_on() -- grants of other nodes
         local entry = read_node(node)
         local first = entry.pushed + 1
         for i, record in ipairs(list) do
-            insert(records, 0)
-            insert(records, node .. pack('>I8', entry.pushed + i) .. record)
+            records[#records + 1] = 0
+            records[#records + 1] = node .. pack('>I8', entry.pushed + i) .. record
         end
         entry.pushed = entry.pushed + #list
         write_node(node)
@@ -99,7 +99,7 @@ local function tell_again(entry) -- what pushes may have lost
     end
     if entry.pushed > entry.acked then
         for _, member in ipairs(call('ZRANGEBYLEX', OUTBOX, '[' .. me, '(' .. me .. '\255', 'LIMIT', 0, TELL)) do
-            insert(grants, sub(member, 25))
+            grants[#grants + 1] = sub(member, 25)
             told = told + 1
         end
     end
@@ -140,7 +140,7 @@ local function peers()
     local nodes = call('SMEMBERS', EXPECTED)
     for _, member in ipairs(call('ZRANGEBYSCORE', NODES, '(0', '+inf')) do
         if sub(member, 1, 1) == 'N' then
-            insert(nodes, sub(member, 2))
+            nodes[#nodes + 1] = sub(member, 2)
         end
     end
     return concat(nodes)
@@ -162,7 +162,7 @@ if my_epoch == st.epoch and version > st.version then -- an older state than the
     if age < lease then
         for _, member in ipairs(call('ZRANGEBYSCORE', NODES, '(0', '+inf')) do
             if sub(member, 1, 1) == 'N' then
-                insert(nodes, sub(member, 2))
+                nodes[#nodes + 1] = sub(member, 2)
             end
         end
     end
@@ -217,7 +217,7 @@ if status == OK then
                 local peer = sub(ARGV[3], at, at + 15)
                 local other = read_node(peer)
                 if not other or other.restated ~= st.recovery then
-                    insert(named, peer)
+                    named[#named + 1] = peer
                 end
             end
             expect(named)
@@ -234,7 +234,7 @@ if status == OK then
     end
     local ended = {}
     for at in each(ARGV[6], 8) do
-        insert(ended, me .. sub(ARGV[6], at, at + 7))
+        ended[#ended + 1] = me .. sub(ARGV[6], at, at + 7)
     end
     finish_all(ended)
     release_all(ARGV[5])

@@ -22,7 +22,7 @@ local QUEUE_FULL, FLOW_FULL, TOO_WIDE, WOULD_WAIT = 1, 2, 5, 6 -- as `Cause` num
 
 local call = redis.call
 local pack, unpack_from = struct.pack, struct.unpack
-local byte, sub, concat, insert, remove = string.byte, string.sub, table.concat, table.insert, table.remove
+local byte, sub, concat, remove = string.byte, string.sub, table.concat, table.remove
 local floor, min, max, ceil = math.floor, math.min, math.max, math.ceil
 
 local me, my_epoch, number, version, received, lease, peers_seen, list_from, kind, flags, grants_left =

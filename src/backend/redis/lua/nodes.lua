@@ -53,8 +53,8 @@ local function save_nodes()
     local fields = {}
     for node in pairs(touched) do
         local e = known[node]
-        insert(fields, node)
-        insert(fields, pack('>I8I8I8I8I8I8', e.number, e.session, e.pushed, e.acked, e.waiting, e.restated))
+        fields[#fields + 1] = node
+        fields[#fields + 1] = pack('>I8I8I8I8I8I8', e.number, e.session, e.pushed, e.acked, e.waiting, e.restated)
     end
     if #fields > 0 then
         st.calls = st.calls + call('HSET', CALLS, unpack(fields))

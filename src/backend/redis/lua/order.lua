@@ -130,7 +130,7 @@ local function first_head()
             local n = #stored_heads
             local more = call('ZRANGE', HEADS, n, n + 15, 'WITHSCORES')
             for i = 1, #more, 2 do
-                insert(stored_heads, { member = more[i], arrival = sub(more[i], 1, 8), score = tonumber(more[i + 1]) })
+                stored_heads[#stored_heads + 1] = { member = more[i], arrival = sub(more[i], 1, 8), score = tonumber(more[i + 1]) }
             end
             all_read = #more < 32
         end
@@ -231,8 +231,8 @@ local function take_from_line(f, tail)
     local key = sub(tail, 16)
     f.n, st.waiting = f.n - 1, st.waiting - 1
     gone_tickets[key] = true
-    insert(left_tickets, key)
-    insert(left_lines, f.id .. tail)
+    left_tickets[#left_tickets + 1] = key
+    left_lines[#left_lines + 1] = f.id .. tail
     flows_touched[f.id] = f
     add_waiting(sub(key, 1, 16), -1)
 end
@@ -259,22 +259,22 @@ local function save_order()
     end
     local members, scored, packed, empty = {}, {}, {}, {}
     for member in pairs(gone_heads) do
-        insert(members, member)
+        members[#members + 1] = member
     end
     for id, f in pairs(flows_touched) do
         if f.head and not f.in_heads then
-            insert(scored, text(f.score))
-            insert(scored, sub(f.head, 1, 8) .. id)
+            scored[#scored + 1] = text(f.score)
+            scored[#scored + 1] = sub(f.head, 1, 8) .. id
         end
         if f.n > 0 or f.running > 0 then
-            insert(packed, id)
-            insert(packed, pack(FLOW, f.n, f.running, f.start, f.start_rest, f.start_weight, f.head and 1 or 0,
-                f.score or 0, f.tag or 0, f.tag_rest or 0, f.head or NO_HEAD))
+            packed[#packed + 1] = id
+            packed[#packed + 1] = pack(FLOW, f.n, f.running, f.start, f.start_rest, f.start_weight, f.head and 1 or 0,
+                f.score or 0, f.tag or 0, f.tag_rest or 0, f.head or NO_HEAD)
             if not f.stored then
                 st.flows = st.flows + 1
             end
         elseif f.stored then
-            insert(empty, id)
+            empty[#empty + 1] = id
             st.flows = st.flows - 1
         end
     end

@@ -11,14 +11,14 @@ local new_permits, new_lines, new_tickets = {}, {}, {}
 local function tell(node, ticket, units, counted)
     local record = ticket .. pack('>I4B', units, counted and 1 or 0)
     if node == me then
-        insert(grants, record)
+        grants[#grants + 1] = record
     else
         local list = pushes[node]
         if not list then
             list = {}
             pushes[node] = list
         end
-        insert(list, record)
+        list[#list + 1] = record
     end
 end
 
@@ -29,8 +29,8 @@ local function take_units(f, node, ticket, units)
         f.running = f.running + units
         flows_touched[f.id] = f
     end
-    insert(new_permits, 0)
-    insert(new_permits, node .. ticket .. pack('>I4', units) .. (counted and f.id or NO_FLOW))
+    new_permits[#new_permits + 1] = 0
+    new_permits[#new_permits + 1] = node .. ticket .. pack('>I4', units) .. (counted and f.id or NO_FLOW)
     return counted
 end
 
@@ -84,16 +84,16 @@ end
 local function release_all(blob)
     local members, found, others = {}, {}, {}
     for at in each(blob, 28) do
-        insert(members, me .. sub(blob, at, at + 27))
+        members[#members + 1] = me .. sub(blob, at, at + 27)
     end
     if #members == 0 then
         return
     end
     for i, score in ipairs(call('ZMSCORE', PERMITS, unpack(members))) do
         if score then
-            insert(found, members[i])
+            found[#found + 1] = members[i]
         else
-            insert(others, sub(members[i], 1, 24))
+            others[#others + 1] = sub(members[i], 1, 24)
         end
     end
     if #found > 0 then
@@ -111,16 +111,16 @@ local function arrive()
 end
 
 local function refuse(ticket, cause)
-    insert(refusals, ticket .. pack('>B', cause))
+    refusals[#refusals + 1] = ticket .. pack('>B', cause)
 end
 
 local function stand_in_line(f, key, packed, tail)
     f.n, st.waiting = f.n + 1, st.waiting + 1
     flows_touched[f.id] = f
-    insert(new_tickets, key)
-    insert(new_tickets, packed)
+    new_tickets[#new_tickets + 1] = key
+    new_tickets[#new_tickets + 1] = packed
     add_waiting(me, 1)
-    insert(places, sub(key, 17) .. sub(packed, 17, 24))
+    places[#places + 1] = sub(key, 17) .. sub(packed, 17, 24)
 end
 
 local function enqueue(ticket, flow, ask, waits)
@@ -153,13 +153,13 @@ local function enqueue(ticket, flow, ask, waits)
     local arrival, key = arrive(), me .. ticket
     local tail = arrival .. ask .. key
     stand_in_line(f, key, flow .. arrival .. ask)
-    insert(new_lines, 0)
-    insert(new_lines, flow .. tail)
+    new_lines[#new_lines + 1] = 0
+    new_lines[#new_lines + 1] = flow .. tail
     if f.n == 1 then
         f.read, f.at, f.complete, f.seen = { tail }, 1, true, nil
         compete(f)
     elseif f.complete then
-        insert(f.read, tail)
+        f.read[#f.read + 1] = tail
     end
 end
 
@@ -173,7 +173,8 @@ local function enqueue_again(ticket, flow, ask, arrival)
     end
     local packed = call('HGET', TICKETS, key)
     if packed then
-        return insert(places, ticket .. sub(packed, 17, 24))
+        places[#places + 1] = ticket .. sub(packed, 17, 24)
+        return
     end
     if arrival == '\0\0\0\0\0\0\0\0' then
         arrival = arrive()

@@ -95,8 +95,8 @@ local function save_state()
     local fields = { 'layout', text(st.layout), 'epoch', st.epoch, 'levels', concat(packed) }
     for _, name in ipairs(NUMBERS) do
         if saved[name] ~= st[name] then
-            insert(fields, name)
-            insert(fields, text(st[name]))
+            fields[#fields + 1] = name
+            fields[#fields + 1] = text(st[name])
         end
     end
     call('HSET', STATE, unpack(fields))

@@ -58,15 +58,23 @@ impl Bench {
         queues
     }
 
-    /// Calls of the script so far, and the time spent in them.
-    fn calls(&self) -> (u64, Duration) {
+    /// Calls of the script so far.
+    fn calls(&self) -> u64 {
         let stats = self.server.cli(&["INFO", "commandstats"]);
         let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha:")).unwrap_or_default();
-        let field = |name: &str| {
-            let rest = line.split(&format!("{name}=")).nth(1).unwrap_or("0");
-            rest.split([',', '\r']).next().and_then(|text| text.parse().ok()).unwrap_or(0)
+        let calls = line.split("calls=").nth(1).unwrap_or("0");
+        calls.split(',').next().and_then(|text| text.parse().ok()).unwrap_or(0)
+    }
+
+    /// Processor time so far: the server's and this process's.
+    fn cpu(&self) -> [Duration; 2] {
+        let ticks = |pid: &str| -> u64 {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("Linux");
+            let fields: Vec<&str> = stat.rsplit(") ").next().expect("a name").split(' ').collect();
+            fields[11].parse::<u64>().expect("a number") + fields[12].parse::<u64>().expect("a number")
         };
-        (field("calls"), Duration::from_micros(field("usec")))
+        // A tick is a hundredth of a second on every Linux in use.
+        [self.server.pid().to_string(), "self".to_owned()].map(|pid| Duration::from_millis(10 * ticks(&pid)))
     }
 
     /// Waits until so many tickets stand in Redis.
@@ -154,20 +162,23 @@ impl Bench {
             });
         }
         sleep(Duration::from_secs(1)).await;
-        let (grants, (calls, spent), begun) = (granted.load(Ordering::Relaxed), self.calls(), Instant::now());
+        let (grants, calls, cpu, begun) =
+            (granted.load(Ordering::Relaxed), self.calls(), self.cpu(), Instant::now());
         sleep(Duration::from_secs(4)).await;
-        let (grants, (more, longer), took) =
-            (granted.load(Ordering::Relaxed) - grants, self.calls(), begun.elapsed());
-        let (calls, spent) = (more - calls, longer - spent);
+        let (grants, more, cpu_then, took) =
+            (granted.load(Ordering::Relaxed) - grants, self.calls(), self.cpu(), begun.elapsed());
+        let calls = more - calls;
+        let [server, own] = [0, 1].map(|i| (cpu_then[i] - cpu[i]).as_secs_f64());
         stop.store(true, Ordering::Relaxed);
         while running.join_next().await.is_some() {}
         #[expect(clippy::cast_precision_loss, reason = "a figure")]
         let per = |of: u64, seconds: f64| of as f64 / seconds;
         println!(
-            "{tasks:>5} tasks, capacity {capacity:>4}, {flows:>4} flows: {:>7.0} grants/s, {:.3} calls per grant, {:>3.0} % of a core in the script",
+            "{tasks:>5} tasks, capacity {capacity:>4}, {flows:>4} flows: {:>7.0} grants/s, {:.3} calls per grant, processor time per grant {:.1} us in the server and {:.1} us here",
             per(grants, took.as_secs_f64()),
             per(calls, per(grants, 1.0)),
-            100.0 * spent.as_secs_f64() / took.as_secs_f64(),
+            1e6 / per(grants, server),
+            1e6 / per(grants, own),
         );
     }
 
@@ -184,9 +195,9 @@ impl Bench {
         }
         self.in_line(tickets).await;
         let bytes = (self.memory() - before) / tickets as u64;
-        let (calls, _) = self.calls();
+        let calls = self.calls();
         sleep(Duration::from_secs(5)).await;
-        let calls = self.calls().0 - calls;
+        let calls = self.calls() - calls;
         #[expect(clippy::cast_precision_loss, reason = "a figure")]
         let per_node = calls as f64 / 5.0 / nodes as f64;
         println!(

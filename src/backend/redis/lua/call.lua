@@ -213,7 +213,7 @@ if status == OK then
     if kind == RESTATE then
         if st.clock < st.wait_until and my_epoch ~= st.epoch then
             local named = {}
-            for at in each(ARGV[3], 16) do
+            for at = 1, #ARGV[3], 16 do
                 local peer = sub(ARGV[3], at, at + 15)
                 local other = read_node(peer)
                 if not other or other.restated ~= st.recovery then
@@ -233,12 +233,12 @@ if status == OK then
         more = more or pushed < entry.pushed
     end
     local ended = {}
-    for at in each(ARGV[6], 8) do
+    for at = 1, #ARGV[6], 8 do
         ended[#ended + 1] = me .. sub(ARGV[6], at, at + 7)
     end
     finish_all(ended)
     release_all(ARGV[5])
-    for at in each(ARGV[7], 28) do
+    for at = 1, #ARGV[7], 28 do
         local ticket, units, flow = unpack_from('>c8I4c16', ARGV[7], at)
         hold(ticket, units, flow)
     end
@@ -255,7 +255,18 @@ end
 local wake
 open, wake = open_capacity()
 if status == OK then
-    for at in each(ARGV[4], 40) do
+    local ids, named = {}, {}
+    for at = 9, #ARGV[4], 40 do
+        local id = sub(ARGV[4], at, at + 15)
+        if not (flows[id] or named[id]) then
+            named[id] = true
+            ids[#ids + 1] = id
+        end
+    end
+    if st.heads > 0 or st.flow_cap < NO_BOUND then -- otherwise most are granted without a look at their flow
+        read_flows(ids)
+    end
+    for at = 1, #ARGV[4], 40 do
         local ticket, flow, ask, arrival, how = unpack_from('>c8c16c7c8B', ARGV[4], at)
         if how == 2 then
             enqueue_again(ticket, flow, ask, arrival)

@@ -37,14 +37,14 @@ local function text(n) -- numbers of 14 digits and more lose some in `tostring`
     return string.format('%.0f', n)
 end
 
-local function each(blob, size) -- offsets of the records of a packed argument
-    local at = 1 - size
-    return function()
-        at = at + size
-        if at <= #blob then
-            return at
-        end
+local packed_units = {}
+local function units_of(units) -- four bytes, packed once for each number
+    local packed = packed_units[units]
+    if not packed then
+        packed = pack('>I4', units)
+        packed_units[units] = packed
     end
+    return packed
 end
 
 local CHUNK = 2000 -- Lua's stack holds so many arguments and more

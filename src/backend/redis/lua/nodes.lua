@@ -42,7 +42,7 @@ local function is_live(node)
 end
 
 local function add_waiting(node, n)
-    local entry = read_node(node)
+    local entry = known[node] or read_node(node)
     if entry then
         entry.waiting = entry.waiting + n
         touched[node] = true

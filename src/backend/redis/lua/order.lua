@@ -10,27 +10,35 @@
 local FLOW, NO_HEAD = '>I4ddI2I2BddI2c39', string.rep('\0', 39)
 local flows, flows_touched = {}, {}
 
-local function read_flow(id)
-    local f = flows[id]
-    if f then
-        return f
-    end
-    f = { id = id, n = 0, running = 0, start = 0, start_rest = 0, start_weight = 0, read = {}, at = 1 }
-    local packed = call('HGET', FLOWS, id)
+local function unpack_flow(id, packed)
+    local f = { id = id, n = 0, running = 0, start = 0, start_rest = 0, start_weight = 0, read = {}, at = 1 }
     if packed then
         local has_head, head, score, tag, tag_rest
         f.n, f.running, f.start, f.start_rest, f.start_weight, has_head, score, tag, tag_rest, head =
             unpack_from(FLOW, packed)
         f.stored = true
         if has_head == 1 then
-            f.head, f.score, f.tag, f.tag_rest = head, score, tag, tag_rest
-            f.cost, f.weight, f.level = unpack_from('>I4I2B', head, 9)
-            f.level = f.level + 1
-            f.in_heads = true
+            local cost, weight, level = unpack_from('>I4I2B', head, 9)
+            f.head, f.score, f.tag, f.tag_rest, f.in_heads = head, score, tag, tag_rest, true
+            f.cost, f.weight, f.level = cost, weight, level + 1
+            f.seen = head -- the line is read from behind its head
         end
     end
     flows[id] = f
     return f
+end
+
+local function read_flow(id)
+    return flows[id] or unpack_flow(id, call('HGET', FLOWS, id))
+end
+
+local function read_flows(ids) -- many at once, none of them twice
+    if #ids > 0 then
+        local packed = call('HMGET', FLOWS, unpack(ids))
+        for i = 1, #ids do
+            unpack_flow(ids[i], packed[i])
+        end
+    end
 end
 
 local function head_start(level)
@@ -127,12 +135,20 @@ local function first_head()
     end
     while true do
         if next_stored > #stored_heads and not all_read then
-            local n = #stored_heads
-            local more = call('ZRANGE', HEADS, n, n + 15, 'WITHSCORES')
+            local n, ids = #stored_heads, {}
+            local want = min(2 * n + 2, 64)
+            local more = call('ZRANGE', HEADS, n, n + want - 1, 'WITHSCORES')
             for i = 1, #more, 2 do
-                stored_heads[#stored_heads + 1] = { member = more[i], arrival = sub(more[i], 1, 8), score = tonumber(more[i + 1]) }
+                local member = more[i]
+                local id = sub(member, 9)
+                stored_heads[#stored_heads + 1] =
+                    { member = member, arrival = sub(member, 1, 8), score = tonumber(more[i + 1]), flow = id }
+                if not flows[id] then
+                    ids[#ids + 1] = id
+                end
             end
-            all_read = #more < 32
+            read_flows(ids)
+            all_read = #more < 2 * want
         end
         local stored = stored_heads[next_stored]
         if not stored then
@@ -142,7 +158,7 @@ local function first_head()
             if item and before(item, stored) then
                 return item.flow
             end
-            return read_flow(sub(stored.member, 9))
+            return flows[stored.flow]
         end
         next_stored = next_stored + 1
     end
@@ -177,13 +193,12 @@ local function first_in_line(f)
                 return
             end
             local from = f.seen and '(' .. f.id .. f.seen or '[' .. f.id
-            local want = min(#f.read * 2 + 2, 128)
+            local want = min(#f.read * 2 + 1, 128)
             local members = call('ZRANGEBYLEX', LINES, from, '(' .. f.id .. '\255', 'LIMIT', 0, want)
             f.complete, f.read, f.at = #members < want, {}, 1
-            for i, member in ipairs(members) do
-                f.read[i] = sub(member, 17)
+            for i = 1, #members do
+                f.read[i] = sub(members[i], 17)
             end
-            f.want = want
             tail = f.read[1]
             if not tail then
                 return
@@ -195,6 +210,10 @@ local function first_in_line(f)
         end
         f.at = f.at + 1
     end
+end
+
+local function read_anew(f) -- its line has changed other than at its ends
+    f.read, f.at, f.complete, f.seen = {}, 1, false, nil
 end
 
 local function compete(f, since, since_rest, since_weight, before_level)

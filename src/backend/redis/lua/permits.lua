@@ -9,7 +9,7 @@ local granted, grants, refusals, places, pushes = 0, {}, {}, {}, {}
 local new_permits, new_lines, new_tickets = {}, {}, {}
 
 local function tell(node, ticket, units, counted)
-    local record = ticket .. pack('>I4B', units, counted and 1 or 0)
+    local record = ticket .. units_of(units) .. (counted and '\1' or '\0')
     if node == me then
         grants[#grants + 1] = record
     else
@@ -29,8 +29,8 @@ local function take_units(f, node, ticket, units)
         f.running = f.running + units
         flows_touched[f.id] = f
     end
-    new_permits[#new_permits + 1] = 0
-    new_permits[#new_permits + 1] = node .. ticket .. pack('>I4', units) .. (counted and f.id or NO_FLOW)
+    local n = #new_permits
+    new_permits[n + 1], new_permits[n + 2] = 0, node .. ticket .. units_of(units) .. (counted and f.id or NO_FLOW)
     return counted
 end
 
@@ -83,14 +83,15 @@ end
 -- Ends of permits, each told with its units, so that one command finds them all.
 local function release_all(blob)
     local members, found, others = {}, {}, {}
-    for at in each(blob, 28) do
+    for at = 1, #blob, 28 do
         members[#members + 1] = me .. sub(blob, at, at + 27)
     end
     if #members == 0 then
         return
     end
-    for i, score in ipairs(call('ZMSCORE', PERMITS, unpack(members))) do
-        if score then
+    local scores = call('ZMSCORE', PERMITS, unpack(members))
+    for i = 1, #members do
+        if scores[i] then
             found[#found + 1] = members[i]
         else
             others[#others + 1] = sub(members[i], 1, 24)
@@ -98,8 +99,8 @@ local function release_all(blob)
     end
     if #found > 0 then
         call('ZREM', PERMITS, unpack(found))
-        for _, member in ipairs(found) do
-            give_units(member)
+        for i = 1, #found do
+            give_units(found[i])
         end
     end
     finish_all(others)
@@ -114,13 +115,13 @@ local function refuse(ticket, cause)
     refusals[#refusals + 1] = ticket .. pack('>B', cause)
 end
 
-local function stand_in_line(f, key, packed, tail)
+local function stand_in_line(f, ticket, key, arrival, ask)
+    local n = #new_tickets
     f.n, st.waiting = f.n + 1, st.waiting + 1
     flows_touched[f.id] = f
-    new_tickets[#new_tickets + 1] = key
-    new_tickets[#new_tickets + 1] = packed
+    new_tickets[n + 1], new_tickets[n + 2] = key, f.id .. arrival .. ask
     add_waiting(me, 1)
-    places[#places + 1] = sub(key, 17) .. sub(packed, 17, 24)
+    places[#places + 1] = ticket .. arrival
 end
 
 local function enqueue(ticket, flow, ask, waits)
@@ -152,9 +153,9 @@ local function enqueue(ticket, flow, ask, waits)
     end
     local arrival, key = arrive(), me .. ticket
     local tail = arrival .. ask .. key
-    stand_in_line(f, key, flow .. arrival .. ask)
-    new_lines[#new_lines + 1] = 0
-    new_lines[#new_lines + 1] = flow .. tail
+    local n = #new_lines
+    stand_in_line(f, ticket, key, arrival, ask)
+    new_lines[n + 1], new_lines[n + 2] = 0, flow .. tail
     if f.n == 1 then
         f.read, f.at, f.complete, f.seen = { tail }, 1, true, nil
         compete(f)
@@ -183,8 +184,8 @@ local function enqueue_again(ticket, flow, ask, arrival)
     end
     local f = read_flow(flow)
     call('ZADD', LINES, 0, flow .. arrival .. ask .. key)
-    stand_in_line(f, key, flow .. arrival .. ask)
-    f.read, f.at, f.complete, f.seen = {}, 1, false, nil
+    stand_in_line(f, ticket, key, arrival, ask)
+    read_anew(f)
     if not f.head then
         compete(f)
     elseif arrival < sub(f.head, 1, 8) then
@@ -239,6 +240,7 @@ local function dispatch()
             return false
         elseif f.running + units > st.flow_cap then
             withdraw(f)
+            read_anew(f)
             compete(f)
         else
             local score, level, weight, tag, tag_rest = f.score, f.level, f.weight, f.tag, f.tag_rest

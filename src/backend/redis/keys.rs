@@ -38,9 +38,9 @@ impl Keys {
         name
     }
 
-    /// The queue's slot in a Cluster: the first key names it, as all do.
-    pub(super) fn first(&self) -> &str {
-        &self.keys[0]
+    /// One of the keys; all are in one slot.
+    pub(super) fn lines(&self) -> &str {
+        &self.keys[1]
     }
 }
 

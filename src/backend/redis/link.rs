@@ -124,8 +124,7 @@ impl Target {
         let server: Value = self.within(cmd("HELLO").query_async(&mut connection)).await?;
         let sharded = check_server(&server)?;
         // Whatever it answers, a server of a Cluster that does not have the slot says so.
-        let _: Value =
-            self.within(cmd("HGET").arg(keys.first()).arg("layout").query_async(&mut connection)).await?;
+        let _: Value = self.within(cmd("ZCARD").arg(keys.lines()).query_async(&mut connection)).await?;
         let mut link =
             Link { connection, hashes: Hashes { growing: String::new(), allow_oom: String::new() }, sharded };
         self.load(&mut link).await?;

@@ -657,14 +657,11 @@ impl Sim {
                 self.broken.push(format!("process {p}: {} of {} decided", process.decided, process.requests));
             }
         }
-        let left: Vec<Option<u64>> = cmd("HMGET")
-            .arg(&self.keys.keys[0])
-            .arg(&["in_flight", "waiting", "permits", "flows", "heads"])
-            .query_async(&mut self.connection)
-            .await
-            .unwrap();
-        if left.iter().any(|n| n.unwrap_or(0) != 0) {
-            self.broken.push(format!("left in Redis: {left:?}"));
+        for key in [1, 2, 3, 4, 5] {
+            let key = self.keys.keys[key].clone();
+            if cmd("EXISTS").arg(&key).query_async::<u8>(&mut self.connection).await.unwrap() != 0 {
+                self.broken.push(format!("left in Redis: {key}"));
+            }
         }
         self.command("FLUSHALL", &[]).await;
         let requests = self.processes.iter().map(|process| process.requests).sum();

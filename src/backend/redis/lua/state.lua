@@ -1,11 +1,13 @@
 -- The queue's state: read, checked against the sizes of what it counts, made anew where something is missing.
 
-local st, saved, reached, competing = {}, {}, {}, {}
+local st, reached, competing = {}, {}, {}
 local NUMBERS = {
     'version', 'clock', 'now', 'arrivals', 'waiting', 'in_flight', 'permits', 'heads', 'flows', 'nodes', 'live', 'calls',
     'outbox', 'expected', 'settle', 'wait_until', 'recovery', 'opened', 'granted', 'membership', 'active', 'rules_set',
     'base', 'flow_cap', 'max_waiting', 'max_per_flow', 'too_wide', 'step', 'ramp', 'operator', 'operator_set', 'cursor',
 }
+
+local STATE_FORMAT = '>dc16' .. string.rep('d', #NUMBERS) .. string.rep('BdI4', 8)
 
 local now
 do -- the server's clock, read once: in some versions it moves on while a script runs
@@ -26,30 +28,33 @@ end
 
 local function new_state()
     call('UNLINK', unpack(KEYS))
-    saved = {}
-    for _, name in ipairs(NUMBERS) do
-        st[name] = 0
+    for i = 1, #NUMBERS do
+        st[NUMBERS[i]] = 0
     end
-    st.layout, st.epoch = LAYOUT, sub(redis.sha1hex(me .. text(number) .. text(now)), 1, 16)
+    st.epoch = sub(redis.sha1hex(me .. text(number) .. text(now)), 1, 16)
     st.now, st.settle, st.wait_until, st.recovery = now, SETTLE, lease, 1
     reached, competing = {}, { 0, 0, 0, 0, 0, 0, 0, 0 }
 end
 
 local function load_state()
-    local fields = call('HGETALL', STATE)
-    for i = 1, #fields, 2 do
-        st[fields[i]] = fields[i + 1]
-    end
-    if st.layout and st.layout ~= text(LAYOUT) then
+    local packed = call('GET', STATE)
+    if packed and (#packed < 8 or unpack_from('>d', packed) ~= LAYOUT) then
         return OTHER_LAYOUT
     end
-    local whole = st.layout ~= nil and st.epoch ~= nil and st.levels ~= nil
-    for _, name in ipairs(NUMBERS) do
-        st[name] = tonumber(st[name])
-        saved[name] = st[name]
-        whole = whole and st[name] ~= nil
+    if packed then
+        local values = { unpack_from(STATE_FORMAT, packed) }
+        st.epoch = values[2]
+        for i = 1, #NUMBERS do
+            st[NUMBERS[i]] = values[i + 2]
+        end
+        local at = #NUMBERS + 2
+        for level = 1, 8 do
+            reached[level] = values[at + 1] == 1 and values[at + 2] or nil
+            competing[level] = values[at + 3]
+            at = at + 3
+        end
     end
-    whole = whole
+    local whole = packed
         and call('ZCARD', LINES) == st.waiting and call('HLEN', TICKETS) == st.waiting
         and call('ZCARD', HEADS) == st.heads and call('HLEN', FLOWS) == st.flows
         and call('ZCARD', PERMITS) == st.permits and call('ZCARD', NODES) == st.nodes
@@ -57,13 +62,6 @@ local function load_state()
         and call('SCARD', EXPECTED) == st.expected
     if not whole then
         new_state()
-        return
-    end
-    local at
-    for level = 1, 8 do
-        local is_reached, score
-        is_reached, score, competing[level], at = unpack_from('>BdI4', st.levels, at)
-        reached[level] = is_reached == 1 and score or nil
     end
 end
 
@@ -88,16 +86,16 @@ local function expect(nodes)
 end
 
 local function save_state()
-    local packed = {}
+    local values = { LAYOUT, st.epoch }
+    for i = 1, #NUMBERS do
+        values[i + 2] = st[NUMBERS[i]]
+    end
+    local at = #NUMBERS + 2
     for level = 1, 8 do
-        packed[level] = pack('>BdI4', reached[level] and 1 or 0, reached[level] or 0, competing[level])
+        values[at + 1] = reached[level] and 1 or 0
+        values[at + 2] = reached[level] or 0
+        values[at + 3] = competing[level]
+        at = at + 3
     end
-    local fields = { 'layout', text(st.layout), 'epoch', st.epoch, 'levels', concat(packed) }
-    for _, name in ipairs(NUMBERS) do
-        if saved[name] ~= st[name] then
-            fields[#fields + 1] = name
-            fields[#fields + 1] = text(st[name])
-        end
-    end
-    call('HSET', STATE, unpack(fields))
+    call('SET', STATE, pack(STATE_FORMAT, unpack(values, 1, at)))
 end

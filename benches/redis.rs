@@ -19,11 +19,16 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use redis_support::{Kind, Server, require};
-use tokio::{runtime::Builder, sync::oneshot, task::JoinSet, time::sleep};
+use tokio::{
+    runtime::Builder,
+    sync::oneshot,
+    task::JoinSet,
+    time::{Instant, sleep},
+};
 use tower_fair_queue::{Ask, FairQueue, FairQueueConfig, Limit, RedisConfig};
 
 struct Bench {

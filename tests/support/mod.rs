@@ -3,6 +3,8 @@
 #![allow(dead_code, unused_imports, reason = "every test binary compiles this, and none uses all of it")]
 
 mod client;
+#[cfg(feature = "redis")]
+pub(crate) mod nodes;
 pub(crate) mod process;
 pub(crate) mod redis;
 mod script;

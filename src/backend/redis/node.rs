@@ -27,6 +27,8 @@ use crate::{
 pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
 /// The most the queue clock moves in one call, and with it what one clock jump of the server's takes from a lease.
 const MAX_STEP: Duration = Duration::from_millis(1_500);
+/// How often a node calls at least while the queue recovers: the queue clock then moves by little in each call.
+const RECOVERY_POLL: Duration = Duration::from_millis(200);
 /// How long a node waits that may not restate yet.
 const REAPING: Duration = Duration::from_millis(20);
 
@@ -501,7 +503,9 @@ impl Node {
             || self.new_operator.is_some();
         let due = if at_once {
             Duration::ZERO
-        } else if self.waiting > 0 || self.recovering {
+        } else if self.recovering {
+            self.last_call + self.settings.poll.min(RECOVERY_POLL)
+        } else if self.waiting > 0 {
             // News by push say as much as a poll does, but for the lease.
             (self.last_call.max(self.last_news) + self.settings.poll).min(self.last_call + HEARTBEAT)
         } else {

@@ -85,7 +85,7 @@
 //! | feature | adds |
 //! |---|---|
 //! | `redis` | `FairQueueConfigBuilder::redis`: one queue over many processes, kept in Redis or Valkey |
-//! | `redis-tls` | `rediss://` addresses and certificates; implies `redis` |
+//! | `redis-tls` | `rediss://` addresses and certificates, by rustls; implies `redis`. Where the process has no default `CryptoProvider` when it first connects, that of `ring` becomes it |
 //! | `tracing` | log events: `warn` when Redis is lost and when it is back, `debug` for connections |
 //! | `full` | all of them |
 //!

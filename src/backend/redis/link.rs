@@ -4,7 +4,9 @@
 //! It never mends itself; whoever uses it drops it at the first error and makes another.
 
 use std::{
-    sync::{Mutex, PoisonError},
+    error::Error,
+    io,
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -341,6 +343,11 @@ impl Tls {
         if !matches!(info.addr(), ConnectionAddr::TcpTls { .. }) {
             return Client::open(info);
         }
+        // The client panics where the process has no provider of cryptography, or more than one to choose from.
+        if rustls::crypto::CryptoProvider::get_default().is_none() {
+            // Another thread may have been faster, which is as good.
+            let _ = rustls::crypto::ring::default_provider().install_default();
+        }
         let client_tls = self
             .client
             .clone()
@@ -482,6 +489,14 @@ fn check_server(hello: &Value) -> Result<bool, ConnectError> {
     }
 }
 
+fn io_kind(error: &RedisError) -> Option<io::ErrorKind> {
+    let source = error.source()?;
+    // The client shares it.
+    let shared = source.downcast_ref::<Arc<dyn Error + Send + Sync>>();
+    let cause = shared.map_or(source, |shared| &**shared);
+    cause.downcast_ref::<io::Error>().map(io::Error::kind)
+}
+
 /// A client's error as ours. Texts of the server's are kept; none of them repeats a password.
 pub(super) fn refused(error: &RedisError) -> ConnectError {
     let problem = match error.kind() {
@@ -490,7 +505,14 @@ pub(super) fn refused(error: &RedisError) -> ConnectError {
         ErrorKind::RESP3NotSupported => ConnectProblem::TooOld,
         ErrorKind::Server(ServerErrorKind::ReadOnly) => ConnectProblem::NotPrimary,
         ErrorKind::InvalidClientConfig => ConnectProblem::Tls,
+        ErrorKind::Io if error.is_timeout() => ConnectProblem::Silent,
+        // So an error of TLS comes: a certificate that is not trusted, an answer that is no TLS.
+        ErrorKind::Io if io_kind(error) == Some(io::ErrorKind::InvalidData) => ConnectProblem::Tls,
         ErrorKind::Io => ConnectProblem::Unreachable,
+        ErrorKind::Parse => ConnectProblem::NotRedis,
+        ErrorKind::Server(ServerErrorKind::ClusterDown | ServerErrorKind::MasterDown) => {
+            ConnectProblem::Cluster
+        }
         _ => match error.code() {
             Some("NOAUTH" | "WRONGPASS") => ConnectProblem::Credentials,
             _ => ConnectProblem::Refused,

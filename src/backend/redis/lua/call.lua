@@ -53,7 +53,7 @@ local function count_capacity()
     st.capacity = st.operator > 0 and st.operator or st.base
 end
 
-local function set_rules(blob, fresh)
+local function set_rules(blob, fresh, by_operator)
     local base, flow_cap, max_waiting, max_per_flow, too_wide, step, ramp, rules_set, operator, operator_set =
         unpack_from('>I8I8I8I8BI4I8I8I8I8', blob)
     if fresh or rules_set > st.rules_set then
@@ -61,7 +61,9 @@ local function set_rules(blob, fresh)
         st.too_wide, st.step, st.ramp = too_wide, step, ramp
         st.rules_set = fresh and max(st.rules_set, rules_set) + 1 or rules_set
     end
-    if operator_set > st.operator_set then
+    if by_operator then -- newer than whatever was set before, by whomever
+        st.operator, st.operator_set = operator, max(st.operator_set, operator_set) + 1
+    elseif operator_set > st.operator_set then
         st.operator, st.operator_set = operator, operator_set
     end
     count_capacity()
@@ -222,11 +224,11 @@ if status == OK then
             end
             expect(named)
         end
-        set_rules(ARGV[2], fresh)
+        set_rules(ARGV[2], fresh, false)
         forget_outbox(me)
         entry.session, entry.pushed, entry.acked = number, 0, 0
     elseif #ARGV[2] > 0 then
-        set_rules(ARGV[2], false)
+        set_rules(ARGV[2], false, true)
     end
     if kind ~= RESTATE then
         pushed = tell_again(entry)

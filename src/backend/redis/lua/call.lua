@@ -208,6 +208,10 @@ if status == OK then
     call('ZADD', NODES, text(st.clock + lease), 'N' .. me)
     living[me] = true
 end
+if kind == DETACH and status == OK then -- what it has goes back in this call
+    die(me)
+    st.nodes = st.nodes + call('ZADD', NODES, text(st.clock + lease), 'T' .. me)
+end
 local more = reap()
 
 local pushed, listed = 0, nil
@@ -283,10 +287,6 @@ write_permits()
 save_order()
 rebase()
 pass_on()
-if kind == DETACH and status == OK then
-    die(me)
-    st.nodes = st.nodes + call('ZADD', NODES, text(st.clock + lease), 'T' .. me)
-end
 save_nodes()
 local reply = {
     recovering = recovering(), more = more, pushed = pushed, listed = listed, wake = wake,

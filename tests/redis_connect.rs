@@ -159,20 +159,16 @@ async fn plain_text_and_tls_do_not_mix() {
     let trusting = |url: String| redis(url).root_certificates(&certificates.root);
 
     let error = refused(trusting(format!("rediss://localhost:{}", server.port()))).await;
-    eprintln!("TLS to plain text: {error}");
     assert!(matches!(error.problem(), ConnectProblem::Tls | ConnectProblem::Silent), "{error}");
 
     let error = refused(redis(format!("redis://127.0.0.1:{}", server.tls_port()))).await;
-    eprintln!("plain text to TLS: {error}");
     let told = [ConnectProblem::Tls, ConnectProblem::Silent, ConnectProblem::Unreachable];
     assert!(told.contains(&error.problem()), "{error}");
 
     // A server that nobody we trust vouches for, by an authority of our own and by the system's.
-    for redis in [
-        redis(server.tls_url()).root_certificates(Certificates::new().root),
-        redis(server.tls_url()),
-        trusting(format!("rediss://127.0.0.2:{}", server.tls_port())),
-    ] {
+    for redis in
+        [redis(server.tls_url()).root_certificates(Certificates::new().root), redis(server.tls_url())]
+    {
         let error = refused(redis).await;
         assert_eq!(error.problem(), ConnectProblem::Tls, "{error}");
         assert!(error.to_string().contains("certificate"), "{error}");

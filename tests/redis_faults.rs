@@ -59,6 +59,20 @@ async fn granted(asked: &mut Vec<Asked>) -> Vec<Holding> {
     granted
 }
 
+/// Asks until it is granted. Until the node has heard of Redis again it may refuse.
+async fn served_again(queue: &FairQueue, units: &Units) -> Holding {
+    soon("normal service", async {
+        loop {
+            match hold(queue, units).await {
+                Ok(held) => break held,
+                Err(error) => assert_eq!(error.cause(), Cause::Unavailable),
+            }
+            sleep(millis(10)).await;
+        }
+    })
+    .await
+}
+
 /// How the server goes away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Away {
@@ -125,16 +139,7 @@ async fn reject_answers_all_while_redis_is_silent() {
     server.cont();
     let back = Instant::now();
     drop(held);
-    let normal = async {
-        loop {
-            match hold(&queue, &units).await {
-                Ok(held) => break drop(held),
-                Err(error) => assert_eq!(error.cause(), Cause::Unavailable),
-            }
-            sleep(millis(10)).await;
-        }
-    };
-    soon("normal service", normal).await;
+    drop(served_again(&queue, &units).await);
     assert!(back.elapsed() <= 2 * SECOND, "{:?}", back.elapsed());
     assert_eq!(units.peak(), 4);
     end_check_on(&server, &[&queue], &units).await;
@@ -285,11 +290,9 @@ async fn outage(name: &'static str, policy: Outage, away: Away, admitted: usize)
         admitted_locally.extend(granted(&mut asked).await);
         assert!(held.len() + admitted_locally.len() <= 4, "{name}: {before} waited");
     }
-    let normal = asking(&queue, &local);
     held.clear();
     admitted_locally.clear();
-    let (_, result) = soon("a request", normal).await.unwrap();
-    drop(result.unwrap_or_else(|error| panic!("{name}: {error}")));
+    drop(served_again(&queue, &local).await);
     eprintln!("{name}: normal {:?} after", back.elapsed());
     assert!(local.peak() <= admitted.max(4), "{name}: {local:?}");
     end_check_on(&server, &[&other, &queue], &units).await;

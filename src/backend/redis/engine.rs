@@ -372,7 +372,7 @@ struct Running(Arc<Core>);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.0.change(|node, _| node.broken());
+        self.0.change(|node, _| node.abandoned());
         self.0.running.store(false, Ordering::Release);
     }
 }

@@ -484,7 +484,7 @@ impl Node {
     pub(super) fn refused_whole(&mut self, wake: &mut WakeList) {
         let enqueued =
             self.under_way.as_mut().map(|call| std::mem::take(&mut call.enqueued)).unwrap_or_default();
-        self.broken();
+        self.take_back();
         for number in enqueued {
             self.refused(number, Cause::Unavailable, wake);
         }
@@ -697,12 +697,25 @@ impl Node {
 
     /// The outcome of the call under way is unknown, or there was none and the connection is new.
     pub(super) fn broken(&mut self) {
-        if let Some(under_way) = self.under_way.take() {
-            for end in under_way.ended.into_iter().rev() {
-                self.ended.push_front(end);
-            }
+        if let Some(sent) = self.take_back() {
+            self.trouble(sent);
         }
+    }
+
+    /// The runtime has ended. Nothing is wanted of Redis until there is another.
+    pub(super) fn abandoned(&mut self) {
+        self.take_back();
+        self.trouble = None;
+    }
+
+    /// The call under way has to be told again by a restate. When it was sent.
+    fn take_back(&mut self) -> Option<Duration> {
         self.restate = Restate::Due;
+        let under_way = self.under_way.take()?;
+        for end in under_way.ended.into_iter().rev() {
+            self.ended.push_front(end);
+        }
+        Some(under_way.sent)
     }
 
     pub(super) fn on_reply(&mut self, reply: &Reply, now: Duration, wake: &mut WakeList) -> Heard {
@@ -713,12 +726,12 @@ impl Node {
             Status::Done => {}
             Status::OtherLayout => {
                 self.under_way = Some(under_way);
-                self.broken();
+                self.take_back();
                 return Heard::OtherLayout;
             }
             Status::Reaping | Status::Restate | Status::Stale => {
                 self.under_way = Some(under_way);
-                self.broken();
+                self.take_back();
                 if reply.status == Status::Reaping {
                     self.not_before = now + REAPING;
                 }

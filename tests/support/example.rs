@@ -141,6 +141,17 @@ pub(crate) fn build(name: &str) -> PathBuf {
     };
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["build", "--quiet", "--example", name, "--profile", name_of_profile]);
+    // With the features of the test, so that the crate is not built again.
+    for (feature, is_on) in [
+        ("redis", cfg!(feature = "redis")),
+        ("redis-tls", cfg!(feature = "redis-tls")),
+        ("tracing", cfg!(feature = "tracing")),
+        ("full", cfg!(feature = "full")),
+    ] {
+        if is_on {
+            cargo.args(["--features", feature]);
+        }
+    }
     cargo.arg("--manifest-path").arg(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
     let built = cargo.arg("--target-dir").arg(target).status().expect("cargo runs");
     assert!(built.success(), "{cargo:?} failed");

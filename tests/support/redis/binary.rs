@@ -21,6 +21,7 @@ pub(crate) enum Kind {
 pub(crate) struct Binary {
     kind: Kind,
     path: PathBuf,
+    environment: Vec<(String, String)>,
 }
 
 impl Kind {
@@ -62,7 +63,7 @@ impl Kind {
 /// The server's program. Where there is none a test has nothing to run on: that is a failure in CI and said elsewhere.
 pub(crate) fn require(kind: Kind) -> Option<Binary> {
     if let Some(path) = kind.find() {
-        return Some(Binary { kind, path });
+        return Some(Binary { kind, path, environment: vec![] });
     }
     let text =
         format!("no server {}: scripts/test installs it, or {} names it", kind.name(), kind.variable());
@@ -76,9 +77,16 @@ impl Binary {
         self.kind
     }
 
+    /// The same program with a variable of the environment.
+    pub(crate) fn with_env(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
     /// The libraries that the system may lack lie beside the program.
     pub(super) fn command(&self) -> Command {
         let mut command = Command::new(&self.path);
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         if let Some(libraries) =
             self.path.parent().map(|folder| folder.join("lib")).filter(|path| path.is_dir())
         {

@@ -55,10 +55,10 @@ async fn settled(what: &str, mut condition: impl FnMut() -> bool) {
 
 /// A folder of its own. Dropped, it is removed.
 #[derive(Debug)]
-struct Folder(PathBuf);
+pub(crate) struct Folder(PathBuf);
 
 impl Folder {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         loop {
             let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -72,7 +72,7 @@ impl Folder {
         }
     }
 
-    fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.0
     }
 

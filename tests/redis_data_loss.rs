@@ -4,7 +4,7 @@ mod support;
 
 #[path = "support/example.rs"]
 mod example;
-#[path = "support/nodes.rs"]
+#[path = "support/node_processes.rs"]
 mod nodes;
 #[path = "support/record.rs"]
 mod record;

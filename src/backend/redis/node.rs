@@ -26,11 +26,11 @@ use crate::{
 /// How often a node with nothing to do renews its lease.
 pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
 /// The most the queue clock moves in one call, and with it what one clock jump of the server's takes from a lease.
-const MAX_STEP: Duration = Duration::from_millis(1_500);
-/// How often a node calls at least while the queue recovers: the queue clock then moves by little in each call.
-const RECOVERY_POLL: Duration = Duration::from_millis(200);
+pub(super) const MAX_STEP: Duration = Duration::from_millis(1_500);
 /// How long a node waits that may not restate yet.
-const REAPING: Duration = Duration::from_millis(20);
+pub(super) const REAPING: Duration = Duration::from_millis(20);
+/// How often a node calls at least while the queue recovers: each call moves the queue clock by 300 ms at most, and the recovery ends by it.
+pub(super) const RECOVERING: Duration = Duration::from_millis(200);
 
 /// What a node is told once.
 #[derive(Clone, Debug)]
@@ -504,7 +504,7 @@ impl Node {
         let due = if at_once {
             Duration::ZERO
         } else if self.recovering {
-            self.last_call + self.settings.poll.min(RECOVERY_POLL)
+            self.last_call + self.settings.poll.min(RECOVERING)
         } else if self.waiting > 0 {
             // News by push say as much as a poll does, but for the lease.
             (self.last_call.max(self.last_news) + self.settings.poll).min(self.last_call + HEARTBEAT)
@@ -832,8 +832,8 @@ impl Node {
         if push.first <= self.received + 1 {
             // Otherwise one before it is lost, and the next reply tells it.
             self.received = self.received.max((push.first + push.grants.len() as u64).saturating_sub(1));
+            self.last_news = now;
         }
-        self.last_news = now;
         self.lost_pushes = 0;
         for &granted in &push.grants {
             self.granted(granted, wake);

@@ -3,12 +3,17 @@
 //! ```text
 //! cargo run --example chat
 //! cargo run --example chat -- --capacity 1 --max-wait 5s --port 8080
+//! cargo run --features redis --example chat -- --redis redis://127.0.0.1:6379 --port 3000
 //! ```
 //!
 //! Open the address it prints and ask ten questions at once. Three answers stream, seven questions wait in line and start one by one
 //! as permits come back; one that waits longer than `--max-wait` is told that the line is too long and when to come back, and the
 //! history has it. Close the tab, and its questions leave the line. Stop the server with Ctrl-C while answers stream: whoever waits
 //! is told at once, the answers get five seconds to end.
+//!
+//! With `--redis` several of these servers are one queue: start another with `--port 3001` and ask on both pages. Three answers stream
+//! over the two, and a permit that comes back on one starts a question of the other. Kill one, and what it held is the other's
+//! once its lease is over.
 //!
 //! `/metrics` has the queue's metrics for Prometheus, `/queue` its numbers as JSON, `/history/{conversation}` what was said.
 
@@ -37,7 +42,9 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tokio::{net::TcpListener, sync::watch, time::timeout};
-use tower_fair_queue::{Ask, Cause, Class, FairQueueConfig, FairQueueLayer, Limit, Rejection};
+use tower_fair_queue::{
+    Ask, Cause, Class, FairQueueConfig, FairQueueConfigBuilder, FairQueueLayer, Limit, Rejection,
+};
 
 const HELP: &str = "\
 A chat server behind a fair queue, on 127.0.0.1.
@@ -49,6 +56,13 @@ A chat server behind a fair queue, on 127.0.0.1.
   --tokens N            words of an answer [40]
   --token-interval TIME time from one word to the next [250ms]
   --help                this text
+
+One queue over several servers, where it is built with `--features redis`:
+
+  --redis URL           the server that keeps the queue, such as redis://127.0.0.1:6379
+  --outage POLICY       while it is out of reach: wait, reject, local or admit [local]
+  --lease-lost POLICY   answers of a server that could not renew its lease: continue or abort [continue]
+  --lease TIME          how long a silent server keeps its permits, from 5s on [10s]
 
 TIME is a whole number with its unit: 500ms, 20s or 1m.";
 
@@ -66,6 +80,16 @@ struct Flags {
     max_waiting: u32,
     tokens: usize,
     token_interval: Duration,
+    redis: Option<Shared>,
+}
+
+/// What there is to be told of a queue in Redis.
+#[cfg_attr(not(feature = "redis"), expect(dead_code, reason = "nothing is done with it but to refuse it"))]
+struct Shared {
+    url: String,
+    outage: Option<String>,
+    lease_lost: Option<String>,
+    lease: Option<Duration>,
 }
 
 impl Flags {
@@ -73,6 +97,7 @@ impl Flags {
         let ms = Duration::from_millis;
         let (mut port, mut capacity, mut max_waiting, mut tokens) = (3000, 3, 100, 40);
         let (mut max_wait, mut token_interval) = (ms(20_000), ms(250));
+        let (mut redis, mut outage, mut lease_lost, mut lease) = (None, None, None, None);
         while let Some(arg) = args.next() {
             let (flag, value) = match arg.split_once('=') {
                 Some((flag, value)) => (flag, Some(value.to_owned())),
@@ -90,11 +115,35 @@ impl Flags {
                 "--max-waiting" => max_waiting = number(flag, &value(), 1, u32::MAX.into())?,
                 "--tokens" => tokens = number(flag, &value(), 1, 10_000)?,
                 "--token-interval" => token_interval = time(flag, &value())?,
+                "--redis" => redis = Some(value()),
+                "--outage" => outage = Some(one_of(flag, value(), &["wait", "reject", "local", "admit"])?),
+                "--lease-lost" => lease_lost = Some(one_of(flag, value(), &["continue", "abort"])?),
+                "--lease" => lease = Some(time(flag, &value())?),
                 _ => return Err(format!("{flag}: there is no such flag; --help lists them")),
             }
         }
-        Ok(Self { port, capacity, max_wait, max_waiting, tokens, token_interval })
+        let needs_redis = [outage.is_some(), lease_lost.is_some(), lease.is_some()];
+        let needs_redis = ["--outage", "--lease-lost", "--lease"].into_iter().zip(needs_redis);
+        if redis.is_none()
+            && let Some((flag, _)) = needs_redis.into_iter().find(|&(_, given)| given)
+        {
+            return Err(format!("{flag}: has no meaning without --redis"));
+        }
+        if redis.is_some() && cfg!(not(feature = "redis")) {
+            return Err("--redis: this program was built without Redis; run it with \
+                        `cargo run --features redis --example chat -- --redis URL`"
+                .to_owned());
+        }
+        let redis = redis.map(|url| Shared { url, outage, lease_lost, lease });
+        Ok(Self { port, capacity, max_wait, max_waiting, tokens, token_interval, redis })
     }
+}
+
+fn one_of(flag: &str, value: String, names: &[&str]) -> Result<String, String> {
+    if names.contains(&&*value) {
+        return Ok(value);
+    }
+    Err(format!("{flag}: takes one of {}, not {value:?}", names.join(", ")))
 }
 
 fn number<N: TryFrom<u64>>(flag: &str, value: &str, least: u64, most: u64) -> Result<N, String> {
@@ -241,6 +290,9 @@ async fn busy(history: History, rejection: Rejection, request: Request) -> Respo
     {
         let answer = match rejection.cause() {
             Cause::ShuttingDown => "I am being stopped and could not take your question.".to_owned(),
+            Cause::Unavailable => {
+                format!("I cannot reach the queue. Try again in {} s.", rejection.retry_after().as_secs())
+            }
             _ => format!("Too many are asking me now. Try again in {} s.", rejection.retry_after().as_secs()),
         };
         let (question, cause) = (asked.question, Some(rejection.cause().as_str()));
@@ -273,6 +325,45 @@ async fn enter(State(app): State<App>, request: Request, next: Next) -> Response
     response
 }
 
+/// The layer over a queue of this process, or over one that it shares.
+#[cfg(feature = "redis")]
+async fn layer(builder: FairQueueConfigBuilder, flags: &Flags) -> FairQueueLayer {
+    use tower_fair_queue::{LeaseLost, Outage, RedisConfig};
+
+    let Some(shared) = &flags.redis else { return FairQueueLayer::new(built(builder)) };
+    let mut redis = RedisConfig::new(&shared.url)
+        .outage(match shared.outage.as_deref() {
+            Some("wait") => Outage::Wait,
+            Some("reject") => Outage::Reject,
+            Some("admit") => Outage::Admit(Limit::Unlimited),
+            _ => Outage::Local,
+        })
+        .lease_lost(match shared.lease_lost.as_deref() {
+            Some("abort") => LeaseLost::Abort,
+            _ => LeaseLost::Continue,
+        });
+    if let Some(lease) = shared.lease {
+        redis = redis.lease(lease);
+    }
+    // It could as well be served at once and let the first questions wait, but whoever starts this wants to know what is wrong.
+    FairQueueLayer::connect(built(builder.redis(redis))).await.unwrap_or_else(|error| {
+        eprintln!("--redis: {error}");
+        exit(1);
+    })
+}
+
+#[cfg(not(feature = "redis"))]
+async fn layer(builder: FairQueueConfigBuilder, _flags: &Flags) -> FairQueueLayer {
+    FairQueueLayer::new(built(builder))
+}
+
+fn built(builder: FairQueueConfigBuilder) -> FairQueueConfig {
+    builder.build().unwrap_or_else(|error| {
+        eprintln!("{error}");
+        exit(2);
+    })
+}
+
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let flags = Flags::parse(std::env::args().skip(1)).unwrap_or_else(|error| {
@@ -301,11 +392,11 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let config = FairQueueConfig::builder("chat")
         .capacity(flags.capacity)
         .max_wait(flags.max_wait)
-        .max_waiting(flags.max_waiting)
-        .build()?;
+        .max_waiting(flags.max_waiting);
     let history = History::default();
     let kept = history.clone();
-    let layer = FairQueueLayer::new(config)
+    let layer = layer(config, &flags)
+        .await
         .classify(|head| match (head.method(), head.uri().path()) {
             (&Method::POST, "/chat") => {
                 let ask = Ask::new();
@@ -326,6 +417,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let ports = ports.collect::<Result<Vec<_>, std::io::Error>>()?;
     let page = include_str!("chat/index.html")
         .replace("{{doors}}", &ports[1..].join(" "))
+        .replace("{{shared}}", if flags.redis.is_some() { "yes" } else { "no" })
         .replace("{{max_wait_ms}}", &flags.max_wait.as_millis().to_string());
     let origins = ["127.0.0.1", "localhost"].map(|host| format!("http://{host}:{}", ports[0]).try_into());
     let origins = origins.into_iter().collect::<Result<_, _>>()?;
@@ -369,6 +461,7 @@ fn numbers(stats: tower_fair_queue::Stats) -> Json<serde_json::Value> {
     };
     Json(json!({
         "capacity": capacity, "in_flight": stats.in_flight, "waiting": stats.waiting, "flows": stats.flows,
+        "own_in_flight": stats.own_in_flight, "own_waiting": stats.own_waiting,
     }))
 }
 

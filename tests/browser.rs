@@ -2,6 +2,8 @@
 
 #[path = "support/example.rs"]
 mod example;
+#[cfg(all(unix, feature = "redis"))]
+mod support;
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -330,4 +332,52 @@ async fn a_narrow_window_never_scrolls_sideways() {
         grounds.push(browser.execute("return getComputedStyle(document.body).backgroundColor").await);
     }
     assert_ne!(grounds[0], grounds[1], "the dark scheme is another one");
+}
+
+#[cfg(all(unix, feature = "redis"))]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_pages_of_two_servers_show_one_queue() {
+    use support::redis::{Kind, Server, require};
+
+    let Some(binary) = require(Kind::Redis70) else { return };
+    let server = Server::start(&binary).await;
+    let url = server.url();
+    let flags = ["--redis", &url, "--max-wait", "60s", "--tokens", "20", "--token-interval", "200ms"];
+    let (a, b) = (Example::start("chat", &flags), Example::start("chat", &flags));
+    let browser = Browser::start().await;
+    let first = browser.client.window().await.unwrap();
+    browser.open(&a).await;
+    let second = browser.client.new_window(true).await.unwrap().handle;
+    browser.client.switch_to_window(second.clone()).await.unwrap();
+    browser.open(&b).await;
+
+    let shown = async |gauges: [&str; 4]| {
+        let what = format!("the page shows {gauges:?}");
+        let as_told = async || {
+            let in_flight = (browser.text("#in-flight").await, browser.text("#own-in-flight").await);
+            let waiting = (browser.text("#waiting").await, browser.text("#own-waiting").await);
+            ([&*in_flight.0, &in_flight.1, &waiting.0, &waiting.1] == gauges).then_some(())
+        };
+        until(&what, SOON, as_told).await;
+    };
+    let permits = "return ['.held:not(.elsewhere)', '.held.elsewhere'].map((permit) =>\
+                   document.querySelectorAll('#permits ' + permit).length)";
+    browser.client.switch_to_window(first.clone()).await.unwrap();
+    browser.click("#ten").await;
+    browser.questions_are(SOON, &[("streaming", 3), ("waiting", 7)]).await;
+    shown(["3", "3", "7", "7"]).await;
+    assert_eq!(browser.execute(permits).await, json!([3, 0]));
+    assert!(browser.text("#lede + .shared").await.contains("over all servers"));
+
+    browser.client.switch_to_window(second).await.unwrap();
+    shown(["3", "0", "7", "0"]).await;
+    assert_eq!(browser.execute(permits).await, json!([0, 3]));
+    browser.client.find(Locator::Css("#question")).await.unwrap().send_keys("And I?\n").await.unwrap();
+    browser.questions_are(SOON, &[("waiting", 1)]).await;
+    shown(["3", "0", "8", "1"]).await;
+    // The last of all, it waits for the permits of the other server.
+    browser.questions_are(3 * SOON, &[("done", 1)]).await;
+    browser.client.switch_to_window(first).await.unwrap();
+    browser.questions_are(SOON, &[("done", 10)]).await;
+    shown(["0", "0", "0", "0"]).await;
 }

@@ -291,6 +291,13 @@ async fn stopped_under_endless_answers_and_a_stalled_reader_it_ends_with_the_gra
     drop((stalled, half_sent));
 }
 
+/// What is said of an address that is none of Redis.
+const REFUSED: &str = if cfg!(feature = "redis") {
+    "redis.url must be redis://"
+} else {
+    "--redis: this program was built without Redis; run it with `cargo run --features redis --example chat"
+};
+
 #[test]
 fn bad_flags_are_named_and_end_with_2() {
     let chat = build("chat");
@@ -308,6 +315,10 @@ fn bad_flags_are_named_and_end_with_2() {
         (&["--tokens"], "--tokens: takes a whole number from 1 to 10000, not \"\""),
         (&["--max-waiting", "many"], "--max-waiting: takes a whole number"),
         (&["--speed", "9"], "--speed: there is no such flag; --help lists them"),
+        (&["--outage", "panic"], "--outage: takes one of wait, reject, local, admit, not \"panic\""),
+        (&["--lease-lost="], "--lease-lost: takes one of continue, abort, not \"\""),
+        (&["--lease", "10s"], "--lease: has no meaning without --redis"),
+        (&["--redis", "http://127.0.0.1"], REFUSED),
     ] {
         let output = Command::new(&chat).args(flags).output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
@@ -318,7 +329,9 @@ fn bad_flags_are_named_and_end_with_2() {
     let help = Command::new(&chat).arg("--help").output().unwrap();
     assert!(help.status.success());
     let help = String::from_utf8(help.stdout).unwrap();
-    for flag in ["--port", "--capacity", "--max-wait ", "--max-waiting", "--tokens", "--token-interval"] {
+    let flags =
+        ["--port", "--capacity", "--max-wait ", "--max-waiting", "--tokens", "--token-interval", "--redis"];
+    for flag in flags {
         assert!(help.contains(flag), "{flag} in\n{help}");
     }
 }

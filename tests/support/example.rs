@@ -50,6 +50,11 @@ impl Example {
         format!("http://{}{path}", self.address)
     }
 
+    /// Kills it, and with it all of its connections.
+    pub(crate) fn kill9(&mut self) {
+        self.child.kill().and_then(|()| self.child.wait()).expect("it is our child");
+    }
+
     /// Sends the signal that asks it to stop.
     pub(crate) fn terminate(&self) {
         let sent = Command::new("kill").args(["-TERM", &self.child.id().to_string()]).status();
@@ -63,9 +68,18 @@ impl Example {
 
     /// The queue's numbers: in flight and waiting.
     pub(crate) async fn queue(&self) -> (u64, u64) {
+        self.numbers("in_flight", "waiting").await
+    }
+
+    /// The part of the queue's numbers that is this process's: in flight and waiting.
+    pub(crate) async fn own(&self) -> (u64, u64) {
+        self.numbers("own_in_flight", "own_waiting").await
+    }
+
+    async fn numbers(&self, in_flight: &str, waiting: &str) -> (u64, u64) {
         let queue: serde_json::Value = serde_json::from_str(&self.get("/queue").await.1).expect("JSON");
         let number = |name| queue[name].as_u64().unwrap_or_else(|| panic!("{name} in {queue}"));
-        (number("in_flight"), number("waiting"))
+        (number(in_flight), number(waiting))
     }
 
     /// Waits until the queue has these numbers.
@@ -130,7 +144,7 @@ pub(crate) async fn until<T>(what: &str, within: Duration, mut probe: impl Async
 }
 
 /// Builds the example into the target directory and profile of the running test, and returns its path. Cargo builds examples
-/// for a run of all tests, but not for `--test` with a name.
+/// for a run of all tests, but not for `--test` with a name. The features are the test's own.
 pub(crate) fn build(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("a test knows its own path");
     let profile = test.parent().and_then(Path::parent).expect("tests are built into target/PROFILE/deps");

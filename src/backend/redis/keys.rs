@@ -6,7 +6,7 @@ use super::wire::{FlowId, NodeId};
 use crate::schedule::Ask;
 
 /// In the order in which the script takes them.
-const KEYS: [&str; 10] =
+pub(super) const KEYS: [&str; 10] =
     ["state", "lines", "tickets", "heads", "flows", "permits", "nodes", "calls", "outbox", "expected"];
 
 /// The keys and channels of one queue. All carry one hash tag, the queue's name in braces, so a

@@ -16,6 +16,8 @@ mod wire;
 #[cfg(test)]
 mod order;
 #[cfg(test)]
+mod protocol;
+#[cfg(test)]
 mod simulation;
 #[cfg(test)]
 mod testing;

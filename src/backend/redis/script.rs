@@ -3,7 +3,7 @@
 use super::wire::Call;
 
 /// The steps in the order in which they run.
-const STEPS: [&str; 6] = [
+pub(super) const STEPS: [&str; 6] = [
     include_str!("lua/head.lua"),
     include_str!("lua/state.lua"),
     include_str!("lua/nodes.lua"),

@@ -29,22 +29,59 @@
 //!
 //! # What is guaranteed
 //!
-//! - P1: the units in flight never exceed the capacity.
-//! - P2: within a flow, grants follow the order of arrival.
+//! - P1: the units in flight never exceed the capacity; with Redis, but for the exceptions below.
+//! - P2: within a flow, grants follow the order of arrival at the queue.
 //! - P3: flows share by weight, within the bound above.
 //! - P4: a wide request is never passed for ever; a low priority is delayed by a bounded amount.
 //! - P5: each request ends exactly once, and callbacks run at most once.
-//! - P6: every permit returns at once: at the end, error or drop of the body, a panic, a disconnect that the server sees.
-//! - P7: each waiting request has its answer by its deadline, within 50 ms of what the runtime's timer allows.
+//! - P6: every permit returns at once: at the end, error or drop of the body, a panic, a disconnect that the server sees. With Redis,
+//!   those of a killed process return within one lease and one second.
+//! - P7: each waiting request has its answer by its deadline, within 50 ms of what the runtime's timer allows, also when Redis hangs.
 //! - P8: what waits is bounded, and nothing is kept of flows that neither wait nor run.
+//! - P9: if every message of Redis to a process is lost, a free permit is still granted within one poll interval.
+//! - P10: while Redis is out of reach the chosen policy decides, within 750 ms; silence counts like an error.
 //! - P11: a [drain](FairQueue::drain) answers the waiting and bounds the running.
 //! - P12: a granted response is what the service sent, frame for frame.
 //!
 //! # What is not
 //!
-//! Each process has a queue of its own. A client that leaves is noticed when the server notices: hyper 1 drops a parked HTTP/1
+//! Without Redis each process has a queue of its own. A client that leaves is noticed when the server notices: hyper 1 drops a parked HTTP/1
 //! request only if its body was read already, HTTP/2 resets are always seen. A client that stops reading with its connection open holds
 //! its permit for as long as the server keeps the response. An upgraded connection gives its permit back at the handshake.
+//!
+//! # Choosing a backend
+//!
+//! In memory, the default: nothing to run, and the cap is that of one process. With n processes
+//! behind a balancer each has its own line, so a request can wait in one while another has permits to spare, and the caps add up.
+//!
+//! In Redis or Valkey, 7.0 or later, with the feature `redis` and `FairQueueConfigBuilder::redis`: one line and one cap over all processes. A grant that
+//! nobody has to wait for takes a round trip; one that waited is told by a push.
+//!
+#![cfg_attr(feature = "redis", doc = "```no_run")]
+#![cfg_attr(not(feature = "redis"), doc = "```ignore")]
+//! use tower_fair_queue::{FairQueueConfig, FairQueueLayer, RedisConfig};
+//!
+//! # async fn connect() -> Result<(), Box<dyn std::error::Error>> {
+//! let redis = RedisConfig::new("redis://127.0.0.1:6379");
+//! let config = FairQueueConfig::builder("chat").capacity(3).redis(redis).build()?;
+//! let layer = FairQueueLayer::connect(config).await?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! What is different then:
+//!
+//! - While Redis is out of reach a policy decides, `Outage`: wait, reject, admit this process's share of the capacity (the default), or admit all.
+//! - A process that is cut off or stopped for longer than its lease no longer holds its units in the eyes of the others. `LeaseLost` says
+//!   whether what it runs goes on, on top of the capacity, or is ended before anyone else is granted its units.
+//! - The cap holds over crashes, loss of all data in Redis, lost and late messages and clock jumps. More than the capacity can be in flight (a) after a rollback, a failover to a replica
+//!   that missed writes or a restart from an older file: at most the grants in the lost writes; (b) with local admission: at most each
+//!   process's share, once; (c) with `LeaseLost::Continue`: what a process cut off beyond its lease holds; (d) if a process joined less than a second before
+//!   all data was lost and is silent beyond the recovery: what it holds.
+//! - A rejection tells no position in line, and its estimate is that of the whole line.
+//! - The first start of a queue, and each after a loss of data, grants nothing for about 2 s. `FairQueueLayer::connect` waits for it.
+//!
+//! `docs/PROTOCOL.md` in the repository tells of each fault what happens and its bound.
 //!
 //! # Back-pressure
 //!

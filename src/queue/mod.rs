@@ -113,7 +113,7 @@ impl FairQueue {
     ///
     /// A queue in memory starts no task. A queue in Redis attaches as soon as there is a runtime: at once if this is called within
     /// one, else with the first ask. Its very first start, and the one after a loss of data, grants nothing for about 2 s, in which
-    /// other processes may tell what they hold; see [`connect`](Self::connect).
+    /// other processes may tell what they hold; see `FairQueue::connect`, with the feature `redis`.
     #[must_use]
     pub fn new(config: FairQueueConfig) -> Self {
         #[cfg(feature = "redis")]

@@ -28,8 +28,8 @@ fn chat(server: &Server, flags: &[&str]) -> Example {
 
 /// The questions that Redis itself knows of, running and waiting.
 fn known(server: &Server) -> u64 {
-    let fields = server.cli(&["HMGET", "fairq:{chat}:state", "in_flight", "waiting"]);
-    fields.lines().map(|number| number.parse::<u64>().expect("a number")).sum()
+    let size = |key: &str| server.cli(&["ZCARD", &format!("fairq:{{chat}}:{key}")]);
+    ["permits", "lines"].iter().map(|key| size(key).parse::<u64>().expect("a number")).sum()
 }
 
 /// When an answer began and ended.
@@ -113,20 +113,27 @@ async fn a_server_that_is_stopped_leaves_its_permits_at_once() {
     let Some(binary) = require(Kind::Redis70) else { return };
     let server = Server::start(&binary).await;
     let flags = ["--capacity", "1", "--tokens", "10000", "--lease", "60s"];
-    let (mut a, b) = (chat(&server, &flags), chat(&server, &flags));
+    let (mut a, mut b) = (chat(&server, &flags), chat(&server, &flags));
     let running = a.ask("endless", "stopped").await;
-    let waiting = async { (b.ask("and then?", "stopped").await.status(), Instant::now()) };
+    let waiting = async { (b.ask("and then?", "stopped").await, Instant::now()) };
     let stop = async {
         b.queue_is(1, 1, SOON).await;
         a.terminate();
         running.into_body().collect().await.expect_err("cut off after the grace");
         Instant::now()
     };
-    let ((status, began), cut_off) = tokio::join!(waiting, stop);
-    assert_eq!(status, StatusCode::OK);
+    let ((answer, began), cut_off) = tokio::join!(waiting, stop);
+    assert_eq!(answer.status(), StatusCode::OK);
     let took = began.saturating_duration_since(cut_off);
     assert!(took < SLACK, "long before the lease is over: {took:?}");
     assert!(a.ended(SOON).await.success());
+
+    // With the last server goes all that it had, though nobody is left to see to it.
+    b.terminate();
+    answer.into_body().collect().await.expect_err("cut off after the grace");
+    assert!(b.ended(SOON).await.success());
+    let left = |key: &str| server.cli(&["EXISTS", &format!("fairq:{{chat}}:{key}")]) == "1";
+    assert!(!["permits", "lines", "tickets", "heads", "flows", "outbox"].into_iter().any(left));
 }
 
 #[test]

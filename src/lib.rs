@@ -74,7 +74,7 @@
 //! - While Redis is out of reach a policy decides, `Outage`: wait, reject, admit this process's share of the capacity (the default), or admit all.
 //! - A process that is cut off or stopped for longer than its lease no longer holds its units in the eyes of the others. `LeaseLost` says
 //!   whether what it runs goes on, on top of the capacity, or is ended before anyone else is granted its units.
-//! - The cap holds over crashes, loss of all data in Redis, lost and late messages and clock jumps. More than the capacity can be in flight (a) after a rollback, a failover to a replica
+//! - The cap holds over crashes, loss of all data in Redis, lost and late messages and clock jumps (up to two forward ones within a lease). More than the capacity can be in flight (a) after a rollback, a failover to a replica
 //!   that missed writes or a restart from an older file: at most the grants in the lost writes; (b) with local admission: at most each
 //!   process's share, once; (c) with `LeaseLost::Continue`: what a process cut off beyond its lease holds; (d) if a process joined less than a second before
 //!   all data was lost and is silent beyond the recovery: what it holds.

@@ -207,10 +207,6 @@ if status == OK then
     end
     call('ZADD', NODES, text(st.clock + lease), 'N' .. me)
     living[me] = true
-    if kind == DETACH then -- its number stays for a while; the rest is reaped from here on
-        die(me)
-        st.nodes = st.nodes + call('ZADD', NODES, text(st.clock + lease), 'T' .. me)
-    end
 end
 if kind == DETACH and status == OK then -- what it has goes back in this call
     die(me)

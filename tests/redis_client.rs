@@ -124,7 +124,7 @@ async fn grant_to_a_waiter_that_leaves_goes_to_the_next() {
 
 /// Lets a time pass that is shorter than a timer can tell.
 fn spin(time: Duration) {
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     while start.elapsed() < time {
         std::thread::yield_now();
     }

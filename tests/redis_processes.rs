@@ -36,8 +36,7 @@ fn ms(ms: u64) -> Duration {
 }
 
 fn state(server: &Server, field: &str) -> u64 {
-    let value = server.try_cli(&["HGET", "fairq:{test}:state", field]).unwrap_or_default();
-    value.parse().unwrap_or(0)
+    server.state("fairq:{test}:state", field)
 }
 
 /// Waits until Redis has so many in line.

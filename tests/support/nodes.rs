@@ -56,8 +56,7 @@ pub(crate) async fn hold_ask(queue: &FairQueue, units: &Units, ask: Ask) -> Resu
 
 /// A number of the queue's state, as the server has it; 0 where there is no state.
 pub(crate) fn state(server: &Server, name: &str, field: &str) -> u64 {
-    let value = server.cli(&["HGET", &format!("fairq:{{{name}}}:state"), field]);
-    if value.is_empty() { 0 } else { value.parse().unwrap_or_else(|_| panic!("{field} is {value:?}")) }
+    server.state(&format!("fairq:{{{name}}}:state"), field)
 }
 
 /// Units taken and tickets waiting, as the server has them.

@@ -109,11 +109,8 @@ fn the_state_has_the_fields_of_the_document() {
     let numbers: Vec<&str> = numbers.filter(|name| !name.is_empty()).collect();
     let named: Vec<&str> = table("### The state").iter().map(|row| row[0]).collect();
     assert_eq!(named, numbers);
-    assert_eq!(
-        table("## Keys")[0][3],
-        format!("{} fields", numbers.len() + 3),
-        "layout, epoch and levels too"
-    );
+    let whole = 8 + 16 + 8 * numbers.len() + 8 * packed("BdI4");
+    assert_eq!(table("## Keys")[0][3], format!("{whole} bytes"), "layout, epoch and levels too");
 }
 
 #[test]

@@ -221,6 +221,20 @@ impl Server {
     }
 
     /// A connection of a user that may do everything.
+    /// A number of a queue's state, as docs/PROTOCOL.md lays it out; 0 where there is no state.
+    pub(crate) fn state(&self, key: &str, field: &str) -> u64 {
+        let text = include_str!("../../../docs/PROTOCOL.md");
+        let fields = text.split("### The state").nth(1).expect("a heading").lines();
+        let mut fields = fields.filter(|line| line.starts_with("| `")).map(|line| line.split('`').nth(1));
+        let place = fields.position(|name| name == Some(field)).unwrap_or_else(|| panic!("no field {field}"));
+        let read = "local state = redis.call('GET', KEYS[1]); \
+                    return state and string.format('%.0f', (struct.unpack('>d', state, ARGV[1]))) or '0'";
+        let offset = (25 + 8 * place).to_string();
+        // A server that has been stopped or killed has none.
+        let value = self.try_cli(&["EVAL", read, "1", key, &offset]).unwrap_or_default();
+        value.parse().unwrap_or(0)
+    }
+
     pub(crate) fn connection(&self) -> Resp {
         let mut connection = Resp::connect(self.port).expect("the server accepts");
         let reply = connection.call(&["AUTH", HARNESS, HARNESS]).expect("the server answers");

@@ -1,61 +1,41 @@
 //! The layer beside tower's own limit doing the same job, and beside no layer at all.
 //!
-//! `cargo bench --bench layer`. Only ratios within one run mean anything. Each of 1, 100 and 10,000 requests is a task of
-//! its own; all are spawned at once on a capacity of 10, and the service yields once, so that whoever is not among the first
-//! ten waits. tower's `ConcurrencyLimit` waits in `poll_ready`, where its `Timeout` does not look; so the whole wait is moved
-//! into `call`, under the `Timeout`, as a handler that must answer by a deadline has to do.
+//! `cargo bench --bench layer`. Only ratios within one run mean anything, and `--bench ratio` measures those. Each of 1, 100
+//! and 10,000 requests is a task of its own; all are spawned at once on a capacity of 10.
 
-use std::{convert::Infallible, hint::black_box, time::Duration};
+use std::fmt::Debug;
 
-use bytes::Bytes;
-use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use http::{Request, Response};
-use http_body_util::Full;
-use tokio::runtime::{Builder, Runtime};
-use tower::{Layer, Service, ServiceExt, limit::ConcurrencyLimit, service_fn, timeout::Timeout};
-use tower_fair_queue::{FairQueueConfig, FairQueueLayer, Limit};
+use criterion::{
+    BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main,
+    measurement::WallTime,
+};
+use http::Request;
+use tokio::runtime::Runtime;
+use tower::Service;
 
-const CAPACITY: u32 = 10;
-const MAX_WAIT: Duration = Duration::from_secs(20);
+mod support;
 
-async fn answer(yields: bool) -> Result<Response<Full<Bytes>>, Infallible> {
-    if yields {
-        tokio::task::yield_now().await;
-    }
-    Ok(Response::new(Full::from("answer")))
-}
+use support::{all_at_once, alone, fair_queue, no_layer, runtimes, timeout_over_concurrency_limit};
 
-fn runtimes() -> [(&'static str, Runtime); 2] {
-    [
-        ("one thread", Builder::new_current_thread().enable_all().build().expect("a runtime")),
-        (
-            "two threads",
-            Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime"),
-        ),
-    ]
-}
-
-/// All requests at once, each in a task; the responses are dropped where they arrive.
-async fn run<S>(service: S, requests: usize)
-where
-    S: Service<Request<()>> + Clone + Send + 'static,
-    S::Future: Send,
-    S::Response: Send,
-    S::Error: std::fmt::Debug + Send,
+fn at_once<S>(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    runtime: &Runtime,
+    name: &str,
+    requests: usize,
+    service: &S,
+) where
+    S: Service<Request<()>, Future: Send, Response: Send, Error: Debug + Send> + Clone + Send + 'static,
 {
-    let ask = |_| {
-        let service = service.clone();
-        tokio::spawn(async move { drop(black_box(service.oneshot(Request::new(())).await.expect("served"))) })
-    };
-    let tasks: Vec<_> = (0..requests).map(ask).collect();
-    for task in tasks {
-        task.await.expect("no panic");
-    }
+    group.bench_function(BenchmarkId::new(name, requests), |b| {
+        b.to_async(runtime).iter(|| all_at_once(service.clone(), requests));
+    });
 }
 
-fn layer() -> FairQueueLayer {
-    let config = FairQueueConfig::builder("bench").capacity(CAPACITY).max_waiting(Limit::Unlimited);
-    FairQueueLayer::new(config.max_wait(MAX_WAIT).build().expect("within its bounds"))
+fn one<S>(group: &mut BenchmarkGroup<'_, WallTime>, runtime: &Runtime, name: &str, service: &S)
+where
+    S: Service<Request<()>, Error: Debug> + Clone,
+{
+    group.bench_function(name, |b| b.to_async(runtime).iter(|| alone(service.clone())));
 }
 
 fn bench(c: &mut Criterion) {
@@ -66,40 +46,19 @@ fn bench(c: &mut Criterion) {
             if requests == 10_000 {
                 group.sample_size(20);
             }
-            let inner = service_fn(|_: Request<()>| answer(true));
-
-            group.bench_function(BenchmarkId::new("no layer", requests), |b| {
-                b.to_async(&runtime).iter(|| run(inner, requests));
-            });
-
-            let limit = ConcurrencyLimit::new(inner, CAPACITY as usize);
-            let tower = Timeout::new(service_fn(move |request| limit.clone().oneshot(request)), MAX_WAIT);
-            group.bench_function(BenchmarkId::new("timeout over concurrency limit", requests), |b| {
-                b.to_async(&runtime).iter(|| run(tower.clone(), requests));
-            });
-
-            let ours = layer().layer(inner);
-            group.bench_function(BenchmarkId::new("fair queue", requests), |b| {
-                b.to_async(&runtime).iter(|| run(ours.clone(), requests));
-            });
+            at_once(&mut group, &runtime, "no layer", requests, &no_layer(true));
+            let tower = timeout_over_concurrency_limit(true);
+            at_once(&mut group, &runtime, "timeout over concurrency limit", requests, &tower);
+            at_once(&mut group, &runtime, "fair queue", requests, &fair_queue(true));
         }
         group.finish();
 
         // One request after the other, without a task or a yield: what the layers themselves cost.
         let mut group = c.benchmark_group(format!("{threads}, alone"));
-        let inner = service_fn(|_: Request<()>| answer(false));
-        group.bench_function("no layer", |b| {
-            b.to_async(&runtime).iter(|| inner.oneshot(Request::new(())));
-        });
-        let limit = ConcurrencyLimit::new(inner, CAPACITY as usize);
-        let tower = Timeout::new(service_fn(move |request| limit.clone().oneshot(request)), MAX_WAIT);
-        group.bench_function("timeout over concurrency limit", |b| {
-            b.to_async(&runtime).iter(|| tower.clone().oneshot(Request::new(())));
-        });
-        let ours = layer().layer(inner);
-        group.bench_function("fair queue", |b| {
-            b.to_async(&runtime).iter(|| ours.clone().oneshot(Request::new(())));
-        });
+        one(&mut group, &runtime, "no layer", &no_layer(false));
+        let tower = timeout_over_concurrency_limit(false);
+        one(&mut group, &runtime, "timeout over concurrency limit", &tower);
+        one(&mut group, &runtime, "fair queue", &fair_queue(false));
         group.finish();
     }
 }

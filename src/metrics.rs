@@ -4,9 +4,9 @@
 //! Values come from what the requests of this process do, in the order in which one request does it, so no gauge
 //! is ever negative. No label holds anything a client chose.
 
-use std::time::Duration;
+use std::{cell::Cell, time::Duration};
 
-use metrics::{Counter, Gauge, Histogram, Unit};
+use metrics::{Counter, Gauge, Histogram, IntoF64, Unit};
 
 use crate::error::Cause;
 
@@ -47,6 +47,7 @@ pub(crate) struct Metrics {
     responses: [Counter; 4],
     bypassed: Counter,
     hold: Histogram,
+    times_holds: bool,
 }
 
 #[derive(Clone)]
@@ -63,6 +64,7 @@ impl Metrics {
             wait: metrics::histogram!("fairqueue_wait_seconds", "queue" => queue.to_owned(), "outcome" => outcome),
         };
         let response = |outcome: &'static str| metrics::counter!("fairqueue_responses_total", "queue" => queue.to_owned(), "outcome" => outcome);
+        let hold = metrics::histogram!("fairqueue_hold_seconds", "queue" => queue.to_owned());
         Self {
             waiting: metrics::gauge!("fairqueue_waiting_requests", "queue" => queue.to_owned()),
             in_flight: metrics::gauge!("fairqueue_in_flight_units", "queue" => queue.to_owned()),
@@ -78,7 +80,8 @@ impl Metrics {
             released_units: metrics::counter!("fairqueue_released_units_total", "queue" => queue.to_owned()),
             responses: ["completed", "aborted", "failed", "revoked"].map(response),
             bypassed: metrics::counter!("fairqueue_bypassed_requests_total", "queue" => queue.to_owned()),
-            hold: metrics::histogram!("fairqueue_hold_seconds", "queue" => queue.to_owned()),
+            times_holds: is_recorded(&hold),
+            hold,
         }
     }
 
@@ -112,10 +115,17 @@ impl Metrics {
         self.in_flight.increment(f64::from(units));
     }
 
-    pub(crate) fn gave_back(&self, units: u32, held: Duration) {
+    /// Whether anyone wants to know how long units are held; else no clock need be read for it.
+    pub(crate) fn times_holds(&self) -> bool {
+        self.times_holds
+    }
+
+    pub(crate) fn gave_back(&self, units: u32, held: Option<Duration>) {
         self.in_flight.decrement(f64::from(units));
         self.released_units.increment(units.into());
-        self.hold.record(held);
+        if let Some(held) = held {
+            self.hold.record(held);
+        }
     }
 
     pub(crate) fn responded(&self, how: Ended) {
@@ -211,6 +221,23 @@ impl std::fmt::Debug for Metrics {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Metrics").finish_non_exhaustive()
     }
+}
+
+/// Whether a recorder is behind the handle. One that is not there is never asked for the value.
+fn is_recorded(histogram: &Histogram) -> bool {
+    struct Probe<'a>(&'a Cell<bool>);
+
+    impl IntoF64 for Probe<'_> {
+        fn into_f64(self) -> f64 {
+            self.0.set(true);
+            0.0
+        }
+    }
+
+    let recorded = Cell::new(false);
+    // No value, so many times.
+    histogram.record_many(Probe(&recorded), 0);
+    recorded.get()
 }
 
 fn describe() {

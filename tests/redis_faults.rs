@@ -327,7 +327,7 @@ async fn deadlines_hold_while_redis_is_away() {
         let asked: Vec<_> = (0..20)
             .map(|index| {
                 let patience = millis(100 * index + 1);
-                let ask = Ask::new().deadline((Instant::now() + patience).into());
+                let ask = Ask::new().deadline(Instant::now() + patience);
                 (patience, asking_for(&queue, &units, ask))
             })
             .collect();

@@ -4,11 +4,11 @@ use std::sync::{Arc, PoisonError};
 
 use tokio::time::Instant;
 
-use super::{Backend, Outlook, Place, Snapshot, Ticket};
+use super::{Backend, Outlook, Place, Snapshot, Ticket, WakeList};
 use crate::{
     error::Cause,
     schedule::{Ask, DrainRate, Entered, FairOrder, Finished, Rules},
-    sync::{Mutex, WakeList},
+    sync::{Mutex, MutexGuard},
 };
 
 /// The fair order under one lock. Units go from who releases to who is next while the lock is held, so there is no
@@ -45,24 +45,53 @@ impl Memory {
     }
 
     /// Runs `change` under the lock, then grants what can be granted, then wakes.
-    ///
-    /// Nothing in here runs code of a user's, so a poisoned lock would mean a defect of this crate's; the
-    /// state is used on, since the other requests are worth more than the word of it.
-    fn change<R>(&self, now: Instant, change: impl FnOnce(&mut State, &mut WakeList) -> R) -> R {
+    fn change(&self, change: impl FnOnce(&mut State, &mut WakeList)) {
         let mut wake = WakeList::default();
-        let result = {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            let result = change(&mut state, &mut wake);
+        {
+            let mut state = self.lock();
+            change(&mut state, &mut wake);
             state.dispatch(&mut wake);
-            state.note_waiting(now);
-            result
-        };
+            state.note_waiting();
+        }
         wake.wake();
-        result
+    }
+
+    /// Nothing under the lock runs code of a user's, so a poisoned one would mean a defect of this crate's; the
+    /// state is used on, since the other requests are worth more than the word of it.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl State {
+    fn enqueue(&mut self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool, wake: &mut WakeList) -> Option<Place> {
+        let entered = match self.closed {
+            Some(cause) => Err(cause),
+            None => self.order.enqueue(ask, Arc::clone(ticket)),
+        };
+        match entered {
+            Ok(Entered::Granted { place, units }) => {
+                // Nobody stood before it, so nothing changes for those who wait.
+                ticket.grant_unseen(units);
+                Some(place)
+            }
+            Ok(Entered::Waiting(place)) => {
+                self.dispatch(wake);
+                let refused = !wait && ticket.refuse(Cause::WouldWait, wake);
+                if refused {
+                    self.order.finish(place);
+                    self.dispatch(wake);
+                }
+                self.note_waiting();
+                (!refused).then_some(place)
+            }
+            Err(cause) => {
+                ticket.refuse(cause, wake);
+                None
+            }
+        }
+    }
+
     /// Grants while the head of the line fits. A ticket that was decided otherwise in this instant takes nothing:
     /// its units go to the next.
     fn dispatch(&mut self, wake: &mut WakeList) {
@@ -75,11 +104,11 @@ impl State {
     }
 
     /// Tells the drain rate whether its time counts.
-    fn note_waiting(&mut self, now: Instant) {
+    fn note_waiting(&mut self) {
         let waiting = self.order.waiting() > 0;
         if waiting != self.waiting {
             self.waiting = waiting;
-            self.drain_rate.count(waiting, now.saturating_duration_since(self.started));
+            self.drain_rate.count(waiting, self.started.elapsed());
         }
     }
 
@@ -92,44 +121,23 @@ impl State {
 }
 
 impl Backend for Memory {
-    fn enqueue(&self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool, now: Instant) -> Option<Place> {
-        self.change(now, |state, wake| {
-            if let Some(cause) = state.closed {
-                ticket.refuse(cause, wake);
-                return None;
-            }
-            match state.order.enqueue(ask, Arc::clone(ticket)) {
-                Ok(Entered::Granted { place, units }) => {
-                    ticket.grant_unseen(units);
-                    Some(place)
-                }
-                Ok(Entered::Waiting(place)) if wait => Some(place),
-                Ok(Entered::Waiting(place)) => {
-                    state.dispatch(wake);
-                    if ticket.refuse(Cause::WouldWait, wake) {
-                        state.order.finish(place);
-                        return None;
-                    }
-                    Some(place)
-                }
-                Err(cause) => {
-                    ticket.refuse(cause, wake);
-                    None
-                }
-            }
-        })
+    fn enqueue(&self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool) -> Option<Place> {
+        let mut wake = WakeList::default();
+        let place = self.lock().enqueue(ask, ticket, wait, &mut wake);
+        wake.wake();
+        place
     }
 
-    fn finish(&self, place: Place, now: Instant) {
-        self.change(now, |state, _| {
+    fn finish(&self, place: Place) {
+        self.change(|state, _| {
             if let Finished::Released(units) = state.order.finish(place) {
-                state.drain_rate.released(units, now.saturating_duration_since(state.started));
+                state.drain_rate.released(units, || state.started.elapsed());
             }
         });
     }
 
     fn outlook(&self, ask: &Ask, place: Option<Place>) -> Outlook {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
         let position = match place {
             Some(place) => state.order.position(place),
             None => Some(state.order.position_of_next(ask)),
@@ -141,7 +149,7 @@ impl Backend for Memory {
     }
 
     fn resize(&self, capacity: Option<u64>) {
-        self.change(Instant::now(), |state, wake| {
+        self.change(|state, wake| {
             state.order.resize(capacity.unwrap_or(state.configured));
             let refused = state.order.too_wide().map(|(place, ticket)| (place, Arc::clone(ticket))).collect();
             state.refuse_all(refused, Cause::TooWide, wake);
@@ -149,7 +157,7 @@ impl Backend for Memory {
     }
 
     fn close(&self, cause: Cause) {
-        self.change(Instant::now(), |state, wake| {
+        self.change(|state, wake| {
             state.closed = Some(cause);
             let refused =
                 state.order.waiting_tickets().map(|(place, ticket)| (place, Arc::clone(ticket))).collect();
@@ -158,7 +166,7 @@ impl Backend for Memory {
     }
 
     fn revoke(&self) {
-        self.change(Instant::now(), |state, wake| {
+        self.change(|state, wake| {
             for ticket in state.order.permits() {
                 ticket.revoke(wake);
             }
@@ -166,7 +174,7 @@ impl Backend for Memory {
     }
 
     fn snapshot(&self) -> Snapshot {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.lock();
         Snapshot {
             capacity: state.order.capacity(),
             waiting: state.order.waiting(),

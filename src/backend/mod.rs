@@ -7,13 +7,11 @@ mod ticket;
 
 use std::{fmt, pin::Pin, sync::Arc, time::Duration};
 
-use tokio::time::Instant;
-
 #[cfg(feature = "redis")]
 pub(crate) use self::redis::{Redis, check_url};
 pub(crate) use self::{
     memory::Memory,
-    ticket::{Phase, Ticket},
+    ticket::{Phase, Ticket, WakeList},
 };
 pub(crate) use crate::schedule::Place;
 use crate::{error::Cause, schedule::Ask};
@@ -30,11 +28,11 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync + 'static {
     ///
     /// When this returns the ticket is granted, refused, in line or on its way there. The place names it in `finish`; there is
     /// none for a ticket that was refused.
-    fn enqueue(&self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool, now: Instant) -> Option<Place>;
+    fn enqueue(&self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool) -> Option<Place>;
 
     /// Ends what the place names: a waiting ticket leaves the line, a permit's units go to the next in line.
     /// Once it has ended this does nothing, so it is called by whoever cannot tell.
-    fn finish(&self, place: Place, now: Instant);
+    fn finish(&self, place: Place);
 
     /// The position of a waiting ticket and the time to get there, as far as they are known.
     fn outlook(&self, ask: &Ask, place: Option<Place>) -> Outlook;

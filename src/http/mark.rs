@@ -1,6 +1,6 @@
 //! The mark on a request that it carries a permit.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use http::Extensions;
 
@@ -23,25 +23,32 @@ pub(super) struct Mark {
 struct Stamp {
     /// The queue's own number, so that the mark does not keep the queue.
     queue: u64,
-    ticket: Arc<Ticket>,
+    /// Weak, so that the task that waits for the answer lives no longer for it.
+    ticket: Weak<Ticket>,
+}
+
+impl Stamp {
+    fn is_held(&self) -> bool {
+        self.ticket.upgrade().is_some_and(|ticket| ticket.is_held())
+    }
 }
 
 impl Mark {
     pub(super) fn put(permit: &Permit, extensions: &mut Extensions) {
-        let own = Stamp { queue: permit.shared().id, ticket: Arc::clone(permit.ticket()) };
+        let own = Stamp { queue: permit.shared().id, ticket: Arc::downgrade(permit.ticket()) };
         let mut outer = vec![];
         if let Some(mark) = extensions.remove::<Self>() {
             outer = mark.outer;
             outer.push(mark.own);
             // Extensions may be handed from request to request; what has ended must not pile up.
-            outer.retain(|stamp| stamp.queue != own.queue && stamp.ticket.is_held());
+            outer.retain(|stamp| stamp.queue != own.queue && stamp.is_held());
         }
         extensions.insert(Self { own, outer });
     }
 
     #[inline]
     pub(super) fn is_on(extensions: &Extensions, queue: &Shared) -> bool {
-        let held = |stamp: &Stamp| stamp.queue == queue.id && stamp.ticket.is_held();
+        let held = |stamp: &Stamp| stamp.queue == queue.id && stamp.is_held();
         extensions.get::<Self>().is_some_and(|mark| held(&mark.own) || mark.outer.iter().any(held))
     }
 }

@@ -26,23 +26,32 @@ pin_project! {
     pub struct Acquire {
         #[pin]
         deadline: Option<Sleep>,
-        state: State,
+        wait: Wait,
     }
 }
 
+/// The wait of one ask. Dropped, it leaves the line, or hands on what it was given.
 #[derive(Debug)]
-enum State {
+struct Wait {
+    /// Taken by the permit.
+    shared: Option<Arc<Shared>>,
+    ask: Ask,
+    stage: Stage,
+}
+
+#[derive(Debug)]
+enum Stage {
     /// Not polled yet; the first poll takes the place in line.
-    New { shared: Arc<Shared>, ask: Ask, wait: bool },
+    New { wait: bool },
     /// In line, until it is granted, refused or past the deadline.
-    Waiting { waiting: Waiting },
+    Waiting { ticket: Arc<Ticket>, place: Option<Place>, since: Instant },
     /// The answer was given.
     Done,
 }
 
 impl Acquire {
     pub(crate) fn new(shared: Arc<Shared>, ask: Ask, wait: bool) -> Self {
-        Self { deadline: None, state: State::New { shared, ask, wait } }
+        Self { deadline: None, wait: Wait { shared: Some(shared), ask, stage: Stage::New { wait } } }
     }
 }
 
@@ -51,155 +60,132 @@ impl Future for Acquire {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut this = self.project();
-        if matches!(this.state, State::New { .. })
-            && let State::New { shared, ask, wait } = std::mem::replace(this.state, State::Done)
-        {
-            let now = Instant::now();
-            let mut deadline = now + shared.config.max_wait;
-            if let Some(own) = ask.deadline {
-                deadline = deadline.min(own);
+        if let Stage::New { wait } = this.wait.stage {
+            if let Some(answer) = this.wait.enter(wait) {
+                return Poll::Ready(answer);
             }
-            if deadline <= now {
-                // Too late before it came: no look at the backend.
-                let error = AcquireError::new(Cause::TimedOut, Duration::ZERO);
-                shared.metrics().waited(Waited::Rejected(Cause::TimedOut), Duration::ZERO);
-                return Poll::Ready(Err(error));
-            }
-            let mut waiting = match enter(shared, ask, now, wait) {
-                Ok(Entered::Waiting(waiting)) => waiting,
-                Ok(Entered::Granted(permit)) => return Poll::Ready(Ok(permit)),
-                Err(error) => return Poll::Ready(Err(error)),
-            };
-            waiting.park();
-            this.deadline.set(Some(sleep_until(deadline)));
-            *this.state = State::Waiting { waiting };
+            this.deadline.set(Some(sleep_until(this.wait.deadline())));
         }
-        let State::Waiting { waiting } = this.state else {
-            panic!("`Acquire` polled after it gave its answer");
-        };
-        // The grant is looked at first: one that comes with the deadline is not thrown away.
-        let answer = match waiting.ticket.poll_phase(cx) {
-            Phase::Pending => {
-                let sleep = this.deadline.as_mut().as_pin_mut().expect("a waiting ticket has its deadline");
-                ready!(sleep.poll(cx));
-                if waiting.ticket.time_out() { Err(Cause::TimedOut) } else { waiting.decided() }
-            }
-            _ => waiting.decided(),
-        };
-        let answer = waiting.end(answer);
+        let answer = ready!(this.wait.poll_answer(this.deadline.as_mut(), cx));
         this.deadline.set(None);
-        *this.state = State::Done;
         Poll::Ready(answer)
     }
 }
 
-enum Entered {
-    Granted(Permit),
-    Waiting(Waiting),
-}
-
-/// Puts a new ticket to the backend.
-fn enter(shared: Arc<Shared>, ask: Ask, now: Instant, wait: bool) -> Result<Entered, AcquireError> {
-    let ticket = Arc::new(Ticket::new());
-    let place = shared.backend.enqueue(&ask, &ticket, wait, now);
-    let phase = ticket.phase();
-    if let (Phase::Granted { units }, Some(place)) = (phase, place) {
-        let held = Held { shared, ticket, place, units, since: now, waited: Duration::ZERO, counted: false };
-        return Ok(Entered::Granted(held.counted()));
-    }
-    let mut waiting = Waiting { shared, ask, ticket, place, since: now, parked: false };
-    match phase {
-        Phase::Refused(cause) => Err(waiting.rejected(cause)),
-        Phase::Pending | Phase::Granted { .. } | Phase::Ended => Ok(Entered::Waiting(waiting)),
-    }
-}
-
-/// A ticket that its request still has a claim to. Dropped, it leaves the line, or hands on what it was given.
-#[derive(Debug)]
-struct Waiting {
-    shared: Arc<Shared>,
-    ask: Ask,
-    ticket: Arc<Ticket>,
-    place: Option<Place>,
-    since: Instant,
-    parked: bool,
-}
-
-impl Waiting {
-    fn park(&mut self) {
-        self.parked = true;
-        self.shared.metrics().parked();
+impl Wait {
+    fn shared(&self) -> &Arc<Shared> {
+        self.shared.as_ref().expect("an ask that was granted nothing has its queue")
     }
 
-    fn decided(&self) -> Result<u32, Cause> {
-        match self.ticket.phase() {
-            Phase::Granted { units } => Ok(units),
-            Phase::Refused(cause) => Err(cause),
-            Phase::Pending | Phase::Ended => {
-                unreachable!("only the request itself ends its ticket otherwise")
+    /// Puts a new ticket to the backend. `None`: it stands in line.
+    fn enter(&mut self, wait: bool) -> Option<Result<Permit, AcquireError>> {
+        self.stage = Stage::Done;
+        if self.ask.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+            // Too late before it came: no look at the backend.
+            self.shared().metrics().waited(Waited::Rejected(Cause::TimedOut), Duration::ZERO);
+            return Some(Err(AcquireError::new(Cause::TimedOut, Duration::ZERO)));
+        }
+        let ticket = Arc::new(Ticket::new());
+        let place = self.shared().backend.enqueue(&self.ask, &ticket, wait);
+        match (ticket.phase(), place) {
+            (Phase::Granted { units }, Some(place)) => {
+                Some(Ok(self.held(ticket, place, units, None).counted()))
+            }
+            (Phase::Refused(cause), place) => Some(Err(self.rejected(cause, place, None))),
+            (Phase::Granted { .. } | Phase::Pending | Phase::Ended, place) => {
+                self.stage = Stage::Waiting { ticket, place, since: Instant::now() };
+                self.shared().metrics().parked();
+                None
             }
         }
     }
 
-    fn end(&mut self, answer: Result<u32, Cause>) -> Result<Permit, AcquireError> {
-        match answer {
-            Ok(units) => Ok(self.permit(units)),
-            Err(cause) => Err(self.rejected(cause)),
-        }
-    }
-
-    /// The permit takes over the claim.
-    fn permit(&mut self, units: u32) -> Permit {
-        let place = self.place.take().expect("a granted ticket has a place");
-        let now = if self.parked { Instant::now() } else { self.since };
-        let waited = now - self.since;
-        let parked = std::mem::take(&mut self.parked);
-        let held = Held {
-            shared: Arc::clone(&self.shared),
-            ticket: Arc::clone(&self.ticket),
-            place,
-            units,
-            since: now,
-            waited,
-            counted: false,
+    /// The earlier of the ask's own deadline and `max_wait`, for one that stands in line.
+    fn deadline(&self) -> Instant {
+        let Stage::Waiting { since, .. } = self.stage else {
+            unreachable!("it has just come to stand in line")
         };
-        if parked {
-            self.shared.metrics().unparked();
-        }
-        held.counted()
+        let longest = since + self.shared().config.max_wait;
+        self.ask.deadline.map_or(longest, |own| own.min(longest))
     }
 
-    fn rejected(&mut self, cause: Cause) -> AcquireError {
-        let place = self.place.take();
-        let now = Instant::now();
-        let waited = if self.parked { now - self.since } else { Duration::ZERO };
-        let error = self.shared.rejection(&self.ask, place, cause, waited);
+    fn poll_answer(
+        &mut self,
+        sleep: Pin<&mut Option<Sleep>>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Permit, AcquireError>> {
+        let Stage::Waiting { ticket, .. } = &self.stage else {
+            panic!("`Acquire` polled after it gave its answer");
+        };
+        // The grant is looked at first: one that comes with the deadline is not thrown away.
+        let answer = match ticket.poll_phase(cx) {
+            Phase::Pending => {
+                ready!(sleep.as_pin_mut().expect("a waiting ticket has its deadline").poll(cx));
+                if ticket.time_out() { Err(Cause::TimedOut) } else { decided(ticket.phase()) }
+            }
+            phase => decided(phase),
+        };
+        let Stage::Waiting { ticket, place, since } = std::mem::replace(&mut self.stage, Stage::Done) else {
+            unreachable!("it was in line a moment ago");
+        };
+        Poll::Ready(match answer {
+            Ok(units) => {
+                let place = place.expect("a granted ticket has a place");
+                let held = self.held(ticket, place, units, Some(since));
+                held.shared.metrics().unparked();
+                Ok(held.counted())
+            }
+            Err(cause) => Err(self.rejected(cause, place, Some(since))),
+        })
+    }
+
+    /// The permit's guard takes over the claim. `parked`: since when it stood in line, if it did.
+    fn held(&mut self, ticket: Arc<Ticket>, place: Place, units: u32, parked: Option<Instant>) -> Held {
+        let shared = self.shared.take().expect("it is granted once");
+        let since = parked.map(|_| Instant::now());
+        let waited = parked.zip(since).map_or(Duration::ZERO, |(parked, since)| since - parked);
+        Held { shared, ticket, place, units, since, waited, counted: false }
+    }
+
+    #[cold]
+    fn rejected(&self, cause: Cause, place: Option<Place>, parked: Option<Instant>) -> AcquireError {
+        let shared = self.shared();
+        let waited = parked.map_or(Duration::ZERO, |since| since.elapsed());
+        let error = shared.rejection(&self.ask, place, cause, waited);
         if let Some(place) = place {
-            self.shared.finish(place, now);
+            shared.finish(place);
         }
-        self.settle(Waited::Rejected(cause), waited);
+        if parked.is_some() {
+            shared.metrics().unparked();
+        }
+        shared.metrics().waited(Waited::Rejected(cause), waited);
         error
-    }
-
-    fn settle(&mut self, how: Waited, waited: Duration) {
-        let metrics = self.shared.metrics();
-        if std::mem::take(&mut self.parked) {
-            metrics.unparked();
-        }
-        metrics.waited(how, waited);
     }
 }
 
-impl Drop for Waiting {
+fn decided(phase: Phase) -> Result<u32, Cause> {
+    match phase {
+        Phase::Granted { units } => Ok(units),
+        Phase::Refused(cause) => Err(cause),
+        Phase::Pending | Phase::Ended => unreachable!("only the request itself ends its ticket otherwise"),
+    }
+}
+
+impl Drop for Wait {
     fn drop(&mut self) {
         // Taken by whoever ended the wait before.
-        let Some(place) = self.place.take() else { return };
+        let Stage::Waiting { ticket, place, since } = std::mem::replace(&mut self.stage, Stage::Done) else {
+            return;
+        };
         // Cancelled or granted this instant: in both cases the backend is told, and it knows which.
-        if !self.ticket.cancel() {
-            self.ticket.end();
+        if !ticket.cancel() {
+            ticket.end();
         }
-        let now = Instant::now();
-        self.shared.finish(place, now);
-        self.settle(Waited::Cancelled, now - self.since);
+        let shared = self.shared();
+        if let Some(place) = place {
+            shared.finish(place);
+        }
+        shared.metrics().unparked();
+        shared.metrics().waited(Waited::Cancelled, since.elapsed());
     }
 }

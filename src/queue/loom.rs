@@ -11,7 +11,6 @@ use std::{
 };
 
 use loom::thread;
-use tokio::time::Instant;
 
 use crate::{
     backend::{Backend, Memory, Phase, Place, Ticket},
@@ -49,12 +48,17 @@ struct Request {
 impl Request {
     fn enter(memory: &Memory) -> Self {
         let ticket = Arc::new(Ticket::new());
-        let place = memory.enqueue(&Ask::new(), &ticket, true, Instant::now()).expect("the queue is open");
+        let place = memory.enqueue(&Ask::new(), &ticket, true).expect("the queue is open");
         Self { ticket, place, woken: Arc::default() }
     }
 
     fn poll(&self) -> Phase {
-        let waker = Waker::from(Arc::clone(&self.woken));
+        self.poll_by(&self.woken)
+    }
+
+    /// As another task would.
+    fn poll_by(&self, task: &Arc<Count>) -> Phase {
+        let waker = Waker::from(Arc::clone(task));
         self.ticket.poll_phase(&Context::from_waker(&waker))
     }
 
@@ -67,7 +71,7 @@ impl Request {
         if !self.ticket.cancel() {
             self.ticket.end();
         }
-        memory.finish(self.place, Instant::now());
+        memory.finish(self.place);
     }
 
     /// As the deadline does it: what was granted in the same instant is used, and then released.
@@ -76,13 +80,13 @@ impl Request {
         if !timed_out {
             self.release(memory);
         }
-        memory.finish(self.place, Instant::now());
+        memory.finish(self.place);
         timed_out
     }
 
     fn release(&self, memory: &Memory) {
         if self.ticket.end() {
-            memory.finish(self.place, Instant::now());
+            memory.finish(self.place);
         }
     }
 }
@@ -196,6 +200,27 @@ fn loom_a_grant_racing_a_registration_is_seen_or_wakes() {
 }
 
 #[test]
+fn loom_a_grant_racing_a_move_to_another_task_is_seen_or_wakes_that() {
+    loom::model(|| {
+        let memory = memory();
+        let holder = Request::enter(&memory);
+        let waiting = Request::enter(&memory);
+        assert_eq!(waiting.poll(), Phase::Pending);
+        let release = {
+            let memory = Arc::clone(&memory);
+            thread::spawn(move || holder.release(&memory))
+        };
+        let other = Arc::default();
+        let seen = waiting.poll_by(&other) != Phase::Pending;
+        release.join().unwrap();
+        assert!(seen || other.0.load(Ordering::SeqCst) > 0, "a lost wake-up");
+        assert_eq!(waiting.poll_by(&other), Phase::Granted { units: 1 });
+        waiting.release(&memory);
+        assert_idle(&memory);
+    });
+}
+
+#[test]
 fn loom_a_revocation_racing_a_registration_is_seen_or_wakes() {
     loom::model(|| {
         let memory = memory();
@@ -223,7 +248,7 @@ fn loom_two_releases_and_an_arrival_never_pass_the_capacity() {
             let (memory, ticket, place) = (Arc::clone(&memory), Arc::clone(&holder.ticket), holder.place);
             thread::spawn(move || {
                 if ticket.end() {
-                    memory.finish(place, Instant::now());
+                    memory.finish(place);
                 }
             })
         };

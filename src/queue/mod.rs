@@ -18,7 +18,7 @@ use std::{
     time::Duration,
 };
 
-use tokio::{sync::Notify, time::Instant};
+use tokio::sync::Notify;
 
 #[cfg(feature = "redis")]
 use crate::{backend::Redis, error::ConnectError};
@@ -79,8 +79,8 @@ impl Shared {
         })
     }
 
-    pub(crate) fn finish(&self, place: Place, now: Instant) {
-        self.backend.finish(place, now);
+    pub(crate) fn finish(&self, place: Place) {
+        self.backend.finish(place);
         // Pairs with `close`: either this sees the flag, or whoever waits after `close` sees the units back.
         if self.closed.load(Ordering::SeqCst) {
             self.ended.notify_waiters();

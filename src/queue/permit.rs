@@ -68,7 +68,8 @@ pub(crate) struct Held {
     pub(super) ticket: Arc<Ticket>,
     pub(super) place: Place,
     pub(super) units: u32,
-    pub(super) since: Instant,
+    /// Since when the units are held, if it is known; once it is counted, where the metrics ask for it.
+    pub(super) since: Option<Instant>,
     pub(super) waited: Duration,
     /// Whether the metrics know of it.
     pub(super) counted: bool,
@@ -80,6 +81,7 @@ impl Held {
         let metrics = self.shared.metrics();
         metrics.waited(Waited::Granted, self.waited);
         metrics.took(self.units);
+        self.since = metrics.times_holds().then(|| self.since.unwrap_or_else(Instant::now));
         self.counted = true;
         Permit { held: self }
     }
@@ -88,18 +90,18 @@ impl Held {
 impl Drop for Held {
     fn drop(&mut self) {
         /// Gives the units back after the metrics were told, also if a recorder panics.
-        struct Finish<'a>(&'a Held, Instant);
+        struct Finish<'a>(&'a Held);
 
         impl Drop for Finish<'_> {
             fn drop(&mut self) {
-                self.0.shared.finish(self.0.place, self.1);
+                self.0.shared.finish(self.0.place);
             }
         }
 
         self.ticket.end();
-        let finish = Finish(self, Instant::now());
+        let _finish = Finish(self);
         if self.counted {
-            self.shared.metrics().gave_back(self.units, finish.1 - self.since);
+            self.shared.metrics().gave_back(self.units, self.since.map(|since| since.elapsed()));
         }
     }
 }

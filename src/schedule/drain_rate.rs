@@ -12,6 +12,9 @@ pub(crate) struct DrainRate {
     last: Duration,
     /// Released since `last`; counted with the next decay.
     fresh: u64,
+    /// Releases until the clock is looked at again, and from that look to the next one.
+    unseen: u32,
+    stride: u32,
     counting: bool,
 }
 
@@ -21,6 +24,9 @@ impl DrainRate {
 
     /// How often the count decays at most. The decay needs an exponential, which most releases so do without.
     const STEP: Duration = Duration::from_millis(50);
+
+    /// While releases come many to a step, the clock is looked at only every so many of them.
+    const STRIDE: u32 = 8;
 
     /// Someone waits from `now` on, a time since some fixed start, or nobody does.
     pub(crate) fn count(&mut self, counting: bool, now: Duration) {
@@ -32,14 +38,24 @@ impl DrainRate {
         self.counting = counting;
     }
 
-    /// `units` came back at `now`.
-    pub(crate) fn released(&mut self, units: u32, now: Duration) {
-        if self.counting {
-            self.fresh += u64::from(units);
-            if now > self.last + Self::STEP {
-                self.decay(now);
-            }
+    /// `units` came back, at what `now` tells if it is asked.
+    pub(crate) fn released(&mut self, units: u32, now: impl FnOnce() -> Duration) {
+        if !self.counting {
+            return;
         }
+        self.fresh += u64::from(units);
+        if self.unseen > 0 {
+            self.unseen -= 1;
+            return;
+        }
+        let now = now();
+        if now > self.last + Self::STEP {
+            self.decay(now);
+            self.stride /= 2;
+        } else {
+            self.stride = (self.stride * 2 + 1).min(Self::STRIDE - 1);
+        }
+        self.unseen = self.stride;
     }
 
     /// How long until `units` more have come back, or `None` where none has yet.
@@ -81,7 +97,7 @@ mod tests {
 
     fn steady(rate: &mut DrainRate, from_ms: u64, to_ms: u64, every_ms: u64, units: u32) {
         for ms in (from_ms..=to_ms).step_by(usize::try_from(every_ms).unwrap()).skip(1) {
-            rate.released(units, Duration::from_millis(ms));
+            rate.released(units, || Duration::from_millis(ms));
         }
     }
 
@@ -106,8 +122,8 @@ mod tests {
     fn an_idle_queue_and_a_clock_that_steps_back_break_nothing() {
         let mut rate = DrainRate::default();
         rate.count(true, Duration::ZERO);
-        rate.released(1, Duration::from_secs(10));
-        rate.released(1, Duration::from_secs(5));
+        rate.released(1, || Duration::from_secs(10));
+        rate.released(1, || Duration::from_secs(5));
         assert!(rate.time_for(1, Duration::from_secs(10)).is_some());
         assert_eq!(rate.time_for(u64::MAX, Duration::from_secs(1_000_000_000)), None);
     }
@@ -118,7 +134,7 @@ mod tests {
         rate.count(true, Duration::ZERO);
         steady(&mut rate, 0, 50_000, 1_000, 1);
         rate.count(false, Duration::from_secs(50));
-        rate.released(100, Duration::from_secs(200));
+        rate.released(100, || Duration::from_secs(200));
         near(rate.time_for(1, Duration::from_secs(350)), 1.0);
         rate.count(true, Duration::from_secs(350));
         near(rate.time_for(1, Duration::from_secs(351)), 1.07);
@@ -128,7 +144,7 @@ mod tests {
     fn a_burst_long_ago_is_no_rate_of_today() {
         let mut rate = DrainRate::default();
         rate.count(true, Duration::ZERO);
-        rate.released(100, Duration::from_millis(20));
+        rate.released(100, || Duration::from_millis(20));
         assert!(
             rate.time_for(1, Duration::from_secs(600)).is_none_or(|time| time > Duration::from_secs(3_600))
         );

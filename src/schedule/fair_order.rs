@@ -263,14 +263,15 @@ impl<T> FairOrder<T> {
         if !self.heads.is_empty() || self.in_flight + u64::from(units) > self.rules.capacity {
             return None;
         }
-        match self.find_flow(ask) {
-            Some(flow) if self.tracks_permits() => {
-                let flow = &self.flows[flow];
-                let fits = flow.in_flight + u64::from(units) <= self.rules.flow_cap;
-                (flow.line.is_empty() && fits).then_some(units)
-            }
-            _ => Some(units),
+        // Without a cap a flow that waits is in competition, and none is.
+        if self.tracks_permits()
+            && let Some(flow) = self.find_flow(ask)
+        {
+            let flow = &self.flows[flow];
+            let fits = flow.in_flight + u64::from(units) <= self.rules.flow_cap;
+            return (flow.line.is_empty() && fits).then_some(units);
         }
+        Some(units)
     }
 
     /// Whether flows are capped, so that their permits have to be counted.

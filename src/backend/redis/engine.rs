@@ -24,11 +24,11 @@ use super::{
     wire::{NodeId, micros, read_push, read_reply},
 };
 use crate::{
+    backend::WakeList,
     config::{FairQueueConfig, LeaseLost, RedisConfig},
     error::{ConnectError, ConnectProblem},
     metrics::{BackendMetrics, CallOutcome},
     schedule::Rules,
-    sync::WakeList,
     trace,
 };
 

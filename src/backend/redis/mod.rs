@@ -30,20 +30,17 @@ use std::{
     time::Duration,
 };
 
-use tokio::time::Instant;
-
 pub(crate) use self::link::check_url;
 use self::{
     engine::Core,
     keys::flow_id,
     wire::{AskRecord, NodeId},
 };
-use super::{Backend, Outlook, Place, Snapshot, Ticket};
+use super::{Backend, Outlook, Place, Snapshot, Ticket, WakeList};
 use crate::{
     config::{FairQueueConfig, RedisConfig},
     error::{Cause, ConnectError},
     schedule::Ask,
-    sync::WakeList,
 };
 
 /// One queue's handle to its engine. The engine ends, and the node detaches, when this is dropped.
@@ -71,7 +68,7 @@ impl Redis {
 }
 
 impl Backend for Redis {
-    fn enqueue(&self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool, _now: Instant) -> Option<Place> {
+    fn enqueue(&self, ask: &Ask, ticket: &Arc<Ticket>, wait: bool) -> Option<Place> {
         let record = AskRecord {
             flow: flow_id(ask),
             cost: ask.units(),
@@ -84,7 +81,7 @@ impl Backend for Redis {
         number.map(Place::numbered)
     }
 
-    fn finish(&self, place: Place, _now: Instant) {
+    fn finish(&self, place: Place) {
         if self.change(|node, wake| node.finish(place.number(), wake)) {
             self.core.work();
         }

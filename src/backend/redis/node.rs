@@ -16,11 +16,10 @@ use super::{
     },
 };
 use crate::{
-    backend::Ticket,
+    backend::{Ticket, WakeList},
     config::{LeaseLost, Outage, TooWide},
     error::Cause,
     schedule::{Ask, DrainRate, Rules},
-    sync::WakeList,
 };
 
 /// How often a node with nothing to do renews its lease.
@@ -799,7 +798,7 @@ impl Node {
     fn note(&mut self, reply: &Reply, now: Duration, wake: &mut WakeList) {
         let granted = u32::try_from(reply.granted.saturating_sub(self.seen.granted)).unwrap_or(u32::MAX);
         if self.seen.granted > 0 {
-            self.drain_rate.released(granted, now);
+            self.drain_rate.released(granted, || now);
         }
         self.drain_rate.count(reply.waiting > 0, now);
         if self.new_operator.is_none() {

@@ -24,10 +24,9 @@ use super::{
     wire::{AskRecord, Call, NodeId, read_push, read_reply},
 };
 use crate::{
-    backend::{Phase, Ticket},
+    backend::{Phase, Ticket, WakeList},
     config::{LeaseLost, Outage, TooWide},
     schedule::{Ask, Rules},
-    sync::WakeList,
 };
 
 const TIMEOUT: f64 = 0.5;

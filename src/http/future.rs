@@ -18,7 +18,7 @@ use super::{Reject, Rejection, ResponseBody, holding::Holding, mark::Mark, rejec
 use crate::{
     error::{AcquireError, Cause},
     metrics::{Ended, Waited},
-    queue::{Acquire, Shared},
+    queue::{Acquire, Permit, Shared},
 };
 
 pin_project! {
@@ -46,10 +46,10 @@ pin_project! {
         S: Service<Request<ReqBody>>,
         R: Reject<ReqBody, ResBody>,
     {
-        /// In line. Left for `Preparing` by a grant, for `Rejecting` by anything else.
-        Waiting { #[pin] acquire: Acquire, parked: Option<Parked<S, R, ReqBody>> },
+        /// In line. Left for `Running` or `Preparing` by a grant, for `Rejecting` by anything else.
+        Waiting { #[pin] acquire: Acquire, parked: Option<Parked<S, ReqBody>>, reject: Arc<R> },
         /// Granted, or passing by without a permit, until the inner service is ready.
-        Preparing { granted: Option<Granted<S, ReqBody>> },
+        Preparing { parked: Option<Parked<S, ReqBody>>, holding: Option<Holding> },
         /// The inner service is at work. The future stands before the holding, so it is dropped before the units go back.
         Running { #[pin] future: S::Future, begun: Begun, holding: Option<Holding> },
         /// Rejected; the answer is being made.
@@ -58,11 +58,9 @@ pin_project! {
     }
 }
 
-/// What a request in line keeps until it is decided.
-struct Parked<S, R, ReqBody> {
+/// A request and the service it is for, until that gets it.
+struct Parked<S, ReqBody> {
     inner: S,
-    reject: Arc<R>,
-    shared: Arc<Shared>,
     request: Request<ReqBody>,
 }
 
@@ -73,13 +71,6 @@ struct Begun {
     grpc: bool,
 }
 
-/// A request that may go to its service, once that is ready.
-struct Granted<S, ReqBody> {
-    inner: S,
-    request: Request<ReqBody>,
-    holding: Holding,
-}
-
 impl<S, R, ReqBody, ResBody> ResponseFuture<S, R, ReqBody, ResBody>
 where
     S: Service<Request<ReqBody>, Response = Response<ResBody>>,
@@ -88,19 +79,15 @@ where
     pub(super) fn pass(inner: S, request: Request<ReqBody>) -> Self {
         Self {
             state: State::Preparing {
-                granted: Some(Granted { inner, request, holding: Holding::new(None) }),
+                parked: Some(Parked { inner, request }),
+                holding: Some(Holding::new(None)),
             },
         }
     }
 
-    pub(super) fn wait(
-        acquire: Acquire,
-        inner: S,
-        reject: Arc<R>,
-        shared: Arc<Shared>,
-        request: Request<ReqBody>,
-    ) -> Self {
-        Self { state: State::Waiting { acquire, parked: Some(Parked { inner, reject, shared, request }) } }
+    #[inline]
+    pub(super) fn wait(acquire: Acquire, inner: S, reject: Arc<R>, request: Request<ReqBody>) -> Self {
+        Self { state: State::Waiting { acquire, parked: Some(Parked { inner, request }), reject } }
     }
 
     pub(super) fn refuse(reject: &R, shared: &Shared, request: Request<ReqBody>) -> Self {
@@ -120,11 +107,48 @@ where
         Self::Rejecting { answer: reject.reject(rejection, request) }
     }
 
+    /// Has a request answered that got no permit, or one that was revoked before its service had begun.
+    #[cold]
+    fn reject(mut self: Pin<&mut Self>, answer: Result<Permit, AcquireError>) {
+        let StateProj::Waiting { acquire, parked, reject } = self.as_mut().project() else {
+            unreachable!("only a request in line is rejected");
+        };
+        let Parked { request, .. } = parked.take().expect("it is taken once, with the one answer");
+        let next = match answer {
+            Ok(permit) => {
+                let error = AcquireError::new(Cause::ShuttingDown, permit.waited());
+                let shared = Arc::clone(permit.shared());
+                drop(permit);
+                Self::rejecting(&**reject, &shared, error, request)
+            }
+            Err(error) => Self::rejecting(&**reject, acquire.shared(), error, request),
+        };
+        self.set(next);
+    }
+
+    /// Hands the request to its service, which is ready.
+    #[inline]
+    fn run(mut self: Pin<&mut Self>, holding: Holding) {
+        let parked = match self.as_mut().project() {
+            StateProj::Waiting { parked, .. } | StateProj::Preparing { parked, .. } => parked.take(),
+            StateProj::Running { .. } | StateProj::Rejecting { .. } | StateProj::Done => None,
+        };
+        let Parked { mut inner, request } = parked.expect("it is taken once, when the service is ready");
+        let begun = Begun {
+            method: request.method().clone(),
+            version: request.version(),
+            grpc: is_grpc(request.headers()),
+        };
+        let future = inner.call(request);
+        self.set(Self::Running { future, begun, holding: Some(holding) });
+    }
+
     /// Ends a granted request whose service had not answered when the grace of a drain was over. The request is the
     /// service's by now, so this gives the default answer, whoever answers rejections.
+    #[cold]
     fn revoked<Body>(mut self: Pin<&mut Self>) -> Response<ResponseBody<Body>> {
         let (holding, version, grpc) = match self.as_mut().project() {
-            StateProj::Preparing { granted: Some(Granted { request, holding, .. }) } => {
+            StateProj::Preparing { parked: Some(Parked { request, .. }), holding: Some(holding) } => {
                 (holding, request.version(), is_grpc(request.headers()))
             }
             StateProj::Running { holding: Some(holding), begun, .. } => (holding, begun.version, begun.grpc),
@@ -140,30 +164,6 @@ where
     }
 }
 
-impl<S, ReqBody> Granted<S, ReqBody>
-where
-    S: Service<Request<ReqBody>>,
-{
-    /// Hands the request to the service, which is ready.
-    fn run<R, ResBody>(mut self) -> State<S, R, ReqBody, ResBody>
-    where
-        R: Reject<ReqBody, ResBody>,
-    {
-        let begun = Begun {
-            method: self.request.method().clone(),
-            version: self.request.version(),
-            grpc: is_grpc(self.request.headers()),
-        };
-        let future = self.inner.call(self.request);
-        State::Running { future, begun, holding: Some(self.holding) }
-    }
-
-    fn fail(mut self, error: S::Error) -> S::Error {
-        self.holding.ends(Ended::Failed);
-        error
-    }
-}
-
 impl<S, R, ReqBody, ResBody> Future for ResponseFuture<S, R, ReqBody, ResBody>
 where
     S: Service<Request<ReqBody>, Response = Response<ResBody>>,
@@ -176,60 +176,55 @@ where
         let mut state = self.project().state;
         loop {
             match state.as_mut().project() {
-                StateProj::Waiting { acquire, parked } => {
-                    let answer = ready!(acquire.poll(cx));
-                    let Parked { inner, reject, shared, mut request } =
-                        parked.take().expect("it is taken once, with the one answer");
-                    let answer = answer.and_then(|permit| match permit.is_revoked() {
-                        // Granted, and the grace of a drain ended before this poll: its service need not begin.
-                        true => Err(AcquireError::new(Cause::ShuttingDown, permit.waited())),
-                        false => Ok(permit),
-                    });
-                    let next = match answer {
-                        Ok(permit) => {
-                            Mark::put(&permit, request.extensions_mut());
-                            let holding = Holding::new(Some(permit));
-                            let mut granted = Granted { inner, request, holding };
-                            // Most services are ready at once; they need no state in between.
-                            match granted.inner.poll_ready(cx) {
-                                Poll::Ready(Ok(())) => granted.run(),
-                                Poll::Ready(Err(error)) => {
-                                    state.set(State::Done);
-                                    return Poll::Ready(Err(granted.fail(error)));
-                                }
-                                Poll::Pending => {
-                                    let revoked = granted.holding.poll_revoked(cx);
-                                    state.set(State::Preparing { granted: Some(granted) });
-                                    return if revoked {
-                                        Poll::Ready(Ok(state.revoked()))
-                                    } else {
-                                        Poll::Pending
-                                    };
-                                }
-                            }
+                StateProj::Waiting { acquire, parked: slot, .. } => {
+                    let permit = match ready!(acquire.poll(cx)) {
+                        Ok(permit) if !permit.is_revoked() => permit,
+                        // A permit among them: the grace of a drain ended before this poll, so its service need not begin.
+                        answer => {
+                            state.as_mut().reject(answer);
+                            continue;
                         }
-                        Err(error) => State::rejecting(&*reject, &shared, error, request),
                     };
-                    state.set(next);
+                    let parked = slot.as_mut().expect("it is taken once, with the one answer");
+                    Mark::put(&permit, parked.request.extensions_mut());
+                    let mut holding = Holding::new(Some(permit));
+                    // Most services are ready at once; they need no state in between.
+                    match parked.inner.poll_ready(cx) {
+                        Poll::Ready(Ok(())) => state.as_mut().run(holding),
+                        Poll::Ready(Err(error)) => {
+                            holding.ends(Ended::Failed);
+                            state.set(State::Done);
+                            return Poll::Ready(Err(error));
+                        }
+                        Poll::Pending => {
+                            let revoked = holding.poll_revoked(cx);
+                            let parked = slot.take();
+                            state.set(State::Preparing { parked, holding: Some(holding) });
+                            return if revoked { Poll::Ready(Ok(state.revoked())) } else { Poll::Pending };
+                        }
+                    }
                 }
-                StateProj::Preparing { granted: slot } => {
-                    let granted = slot.as_mut().expect("it is taken once, when the service is ready");
-                    if granted.holding.is_revoked() {
+                StateProj::Preparing { parked, holding: slot } => {
+                    let parked = parked.as_mut().expect("it is taken once, when the service is ready");
+                    let holding = slot.as_mut().expect("it is taken with the request");
+                    if holding.is_revoked() {
                         return Poll::Ready(Ok(state.revoked()));
                     }
-                    let prepared = match granted.inner.poll_ready(cx) {
-                        Poll::Ready(prepared) => prepared,
-                        Poll::Pending if granted.holding.poll_revoked(cx) => {
+                    match parked.inner.poll_ready(cx) {
+                        Poll::Ready(Ok(())) => {
+                            let holding = slot.take().expect("it was there a moment ago");
+                            state.as_mut().run(holding);
+                        }
+                        Poll::Ready(Err(error)) => {
+                            holding.ends(Ended::Failed);
+                            state.set(State::Done);
+                            return Poll::Ready(Err(error));
+                        }
+                        Poll::Pending if holding.poll_revoked(cx) => {
                             return Poll::Ready(Ok(state.revoked()));
                         }
                         Poll::Pending => return Poll::Pending,
-                    };
-                    let granted = slot.take().expect("it was there a moment ago");
-                    if let Err(error) = prepared {
-                        state.set(State::Done);
-                        return Poll::Ready(Err(granted.fail(error)));
                     }
-                    state.set(granted.run());
                 }
                 StateProj::Running { future, begun, holding: slot } => {
                     let answer = match future.poll(cx) {

@@ -7,6 +7,7 @@ use tower_layer::Layer;
 
 use super::{
     Class, DefaultReject, FairQueueService, QueueAll, RejectAsyncFn, RejectFn, Rejection, RequestHead,
+    service::Front,
 };
 use crate::{config::FairQueueConfig, queue::FairQueue};
 
@@ -41,9 +42,7 @@ use crate::{config::FairQueueConfig, queue::FairQueue};
 /// ```
 #[must_use = "a layer does nothing until it is applied to a service"]
 pub struct FairQueueLayer<C = QueueAll, R = DefaultReject> {
-    queue: FairQueue,
-    classify: Arc<C>,
-    reject: Arc<R>,
+    front: Arc<Front<C, R>>,
 }
 
 impl FairQueueLayer {
@@ -68,7 +67,7 @@ impl FairQueueLayer {
 
     /// A layer over a queue that is there already, for instance behind another layer that classifies otherwise.
     pub fn with_queue(queue: FairQueue) -> Self {
-        Self { queue, classify: Arc::default(), reject: Arc::default() }
+        Self { front: Arc::new(Front { queue, classify: Arc::default(), reject: Arc::default() }) }
     }
 }
 
@@ -85,7 +84,15 @@ impl<C, R> FairQueueLayer<C, R> {
 
     /// As [`classify`](Self::classify), for any classifier.
     pub fn classify_with<D>(self, classify: D) -> FairQueueLayer<D, R> {
-        FairQueueLayer { queue: self.queue, classify: Arc::new(classify), reject: self.reject }
+        let Front { queue, reject, .. } = &*self.front;
+        let (queue, reject) = (queue.clone(), Arc::clone(reject));
+        FairQueueLayer { front: Arc::new(Front { queue, classify: Arc::new(classify), reject }) }
+    }
+
+    fn rejecting<Q>(&self, reject: Q) -> FairQueueLayer<C, Q> {
+        let Front { queue, classify, .. } = &*self.front;
+        let (queue, classify) = (queue.clone(), Arc::clone(classify));
+        FairQueueLayer { front: Arc::new(Front { queue, classify, reject: Arc::new(reject) }) }
     }
 
     /// Answers a rejected request with what `reject` returns. It gets the whole request, body included. The default is
@@ -97,7 +104,7 @@ impl<C, R> FairQueueLayer<C, R> {
     where
         F: Fn(Rejection, Request<ReqBody>) -> Response<ResBody>,
     {
-        FairQueueLayer { queue: self.queue, classify: self.classify, reject: Arc::new(RejectFn::new(reject)) }
+        self.rejecting(RejectFn::new(reject))
     }
 
     /// As [`reject_with`](Self::reject_with), with an asynchronous answer: it can read the body, or write the question to the
@@ -107,17 +114,13 @@ impl<C, R> FairQueueLayer<C, R> {
         F: Fn(Rejection, Request<ReqBody>) -> Fut,
         Fut: Future<Output = Response<ResBody>>,
     {
-        FairQueueLayer {
-            queue: self.queue,
-            classify: self.classify,
-            reject: Arc::new(RejectAsyncFn::new(reject)),
-        }
+        self.rejecting(RejectAsyncFn::new(reject))
     }
 
     /// The queue: for its numbers, its capacity, and its end.
     #[must_use]
     pub fn queue(&self) -> &FairQueue {
-        &self.queue
+        &self.front.queue
     }
 }
 
@@ -125,22 +128,18 @@ impl<S, C, R> Layer<S> for FairQueueLayer<C, R> {
     type Service = FairQueueService<S, C, R>;
 
     fn layer(&self, inner: S) -> Self::Service {
-        FairQueueService::new(inner, self.queue.clone(), Arc::clone(&self.classify), Arc::clone(&self.reject))
+        FairQueueService::new(inner, Arc::clone(&self.front))
     }
 }
 
 impl<C, R> Clone for FairQueueLayer<C, R> {
     fn clone(&self) -> Self {
-        Self {
-            queue: self.queue.clone(),
-            classify: Arc::clone(&self.classify),
-            reject: Arc::clone(&self.reject),
-        }
+        Self { front: Arc::clone(&self.front) }
     }
 }
 
 impl<C, R> fmt::Debug for FairQueueLayer<C, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FairQueueLayer").field("queue", &self.queue).finish_non_exhaustive()
+        f.debug_struct("FairQueueLayer").field("queue", &self.front.queue).finish_non_exhaustive()
     }
 }

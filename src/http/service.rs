@@ -22,14 +22,19 @@ use crate::queue::FairQueue;
 /// response future, as the service's own errors do.
 pub struct FairQueueService<S, C, R> {
     inner: S,
-    queue: FairQueue,
-    classify: Arc<C>,
-    reject: Arc<R>,
+    front: Arc<Front<C, R>>,
+}
+
+/// What all services and clones of a layer share: a service is cloned for each request, and this is one count.
+pub(super) struct Front<C, R> {
+    pub(super) queue: FairQueue,
+    pub(super) classify: Arc<C>,
+    pub(super) reject: Arc<R>,
 }
 
 impl<S, C, R> FairQueueService<S, C, R> {
-    pub(super) fn new(inner: S, queue: FairQueue, classify: Arc<C>, reject: Arc<R>) -> Self {
-        Self { inner, queue, classify, reject }
+    pub(super) fn new(inner: S, front: Arc<Front<C, R>>) -> Self {
+        Self { inner, front }
     }
 
     /// The inner service.
@@ -65,35 +70,27 @@ where
     }
 
     fn call(&mut self, request: Request<ReqBody>) -> Self::Future {
-        let shared = self.queue.shared();
+        let Front { queue, classify, reject } = &*self.front;
+        let shared = queue.shared();
         if Mark::is_on(request.extensions(), shared) {
             return ResponseFuture::pass(self.inner.clone(), request);
         }
-        match self.classify.classify(&RequestHead::of(&request)) {
+        match classify.classify(&RequestHead::of(&request)) {
             Class::Bypass => {
                 shared.metrics().bypassed();
                 ResponseFuture::pass(self.inner.clone(), request)
             }
-            Class::Queue(ask) => ResponseFuture::wait(
-                self.queue.acquire(ask),
-                self.inner.clone(),
-                Arc::clone(&self.reject),
-                Arc::clone(shared),
-                request,
-            ),
-            Class::Refuse => ResponseFuture::refuse(&*self.reject, shared, request),
+            Class::Queue(ask) => {
+                ResponseFuture::wait(queue.acquire(ask), self.inner.clone(), Arc::clone(reject), request)
+            }
+            Class::Refuse => ResponseFuture::refuse(&**reject, shared, request),
         }
     }
 }
 
 impl<S: Clone, C, R> Clone for FairQueueService<S, C, R> {
     fn clone(&self) -> Self {
-        Self {
-            inner: self.inner.clone(),
-            queue: self.queue.clone(),
-            classify: Arc::clone(&self.classify),
-            reject: Arc::clone(&self.reject),
-        }
+        Self { inner: self.inner.clone(), front: Arc::clone(&self.front) }
     }
 }
 
@@ -101,7 +98,7 @@ impl<S: fmt::Debug, C, R> fmt::Debug for FairQueueService<S, C, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FairQueueService")
             .field("inner", &self.inner)
-            .field("queue", &self.queue)
+            .field("queue", &self.front.queue)
             .finish_non_exhaustive()
     }
 }

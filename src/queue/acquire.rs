@@ -53,6 +53,11 @@ impl Acquire {
     pub(crate) fn new(shared: Arc<Shared>, ask: Ask, wait: bool) -> Self {
         Self { deadline: None, wait: Wait { shared: Some(shared), ask, stage: Stage::New { wait } } }
     }
+
+    /// The queue, unless it has granted the ask: then the permit has it.
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        self.wait.shared()
+    }
 }
 
 impl Future for Acquire {

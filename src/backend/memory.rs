@@ -181,7 +181,10 @@ impl Backend for Memory {
             in_flight: state.order.in_flight(),
             own_waiting: state.order.waiting(),
             own_in_flight: state.order.in_flight(),
-            flows: state.order.flows(),
         }
+    }
+
+    fn flows(&self) -> usize {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).order.flows()
     }
 }

@@ -55,6 +55,9 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync + 'static {
     /// The queue's numbers at one instant, as far as this process knows them.
     fn snapshot(&self) -> Snapshot;
 
+    /// The flows that are kept account of. It may look at every ticket.
+    fn flows(&self) -> usize;
+
     /// Gives back what the backend keeps elsewhere for this process. It grants nothing from then on.
     fn detach(&self) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
         Box::pin(std::future::ready(()))
@@ -78,5 +81,4 @@ pub(crate) struct Snapshot {
     /// The part of `waiting` and of `in_flight` that is this process's own.
     pub(crate) own_waiting: u64,
     pub(crate) own_in_flight: u64,
-    pub(crate) flows: usize,
 }

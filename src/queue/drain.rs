@@ -59,9 +59,9 @@ async fn idle(queue: &FairQueue, end: Instant) -> u64 {
         let mut ended = pin!(queue.shared.ended.notified());
         // Listening before looking: an ending between the two is heard.
         ended.as_mut().enable();
-        let in_flight = queue.stats().own_in_flight;
+        let in_flight = queue.shared.backend.snapshot().own_in_flight;
         if in_flight == 0 || timeout_at(end, ended).await.is_err() {
-            return queue.stats().own_in_flight;
+            return queue.shared.backend.snapshot().own_in_flight;
         }
     }
 }

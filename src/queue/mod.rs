@@ -204,7 +204,7 @@ impl FairQueue {
             waiting: snapshot.waiting,
             own_in_flight: snapshot.own_in_flight,
             own_waiting: snapshot.own_waiting,
-            flows: snapshot.flows,
+            flows: self.shared.backend.flows(),
         }
     }
 
@@ -303,7 +303,7 @@ pub struct Stats {
     pub own_in_flight: u64,
     /// The part of `waiting` that waits in this process.
     pub own_waiting: u64,
-    /// Flows that are kept account of: those of which something waits and, with
+    /// Flows that are kept account of, with Redis those of this process: those of which something waits and, with
     /// [`max_in_flight_per_flow`](crate::FairQueueConfigBuilder::max_in_flight_per_flow), those of which something runs.
     pub flows: usize,
 }

@@ -123,8 +123,11 @@ impl Backend for Redis {
             in_flight: seen.in_flight.max(own_in_flight),
             own_waiting,
             own_in_flight,
-            flows: node.flows(),
         }
+    }
+
+    fn flows(&self) -> usize {
+        self.change(|node, _| node.flows())
     }
 
     fn detach(&self) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {

@@ -1,6 +1,9 @@
 //! The script's fair order, held against `schedule`.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::{
+    cell::Cell,
+    collections::{BTreeMap, BTreeSet, HashMap},
+};
 
 use proptest::{collection::vec, prelude::*, test_runner::TestRunner};
 use redis::{Cmd, aio::MultiplexedConnection, cmd};
@@ -342,33 +345,47 @@ async fn run(
     Ok(())
 }
 
-/// The script of a test, without the pause for recovery.
-fn script() -> String {
-    let source = Script::new().growing;
-    let plain = "= 1500000, 300000, 1800000";
-    assert!(source.contains(plain));
-    source.replace(plain, "= 1500000, 300000, 0")
+/// The script of a test: without the pause for recovery, and moving its virtual times back that often.
+fn script(rebase_at: &str) -> String {
+    let changed = |source: &str, from: &str, to: &str| {
+        assert_eq!(source.matches(from).count(), 1, "{from}");
+        source.replace(from, to)
+    };
+    let source = changed(&Script::new().growing, "= 1500000, 300000, 1800000", "= 1500000, 300000, 0");
+    changed(&source, "REBASE_AT = 1024, 2 ^ 52", &format!("REBASE_AT = 1024, {rebase_at}"))
 }
 
-// The whole order, call by call: random sequences of three nodes through the script and through `schedule`.
-#[test]
-fn the_script_grants_what_the_reference_grants() {
+fn hold(name: &str, rebase_at: &str, cases: u32) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let Some((_server, mut connection)) = runtime.block_on(testing::server()) else { return };
-    let hash = runtime.block_on(testing::load(&mut connection, &script()));
-    let cases = std::env::var("FAIRQ_ORDER_CASES").map_or(300, |cases| cases.parse().expect("a number"));
+    let hash = runtime.block_on(testing::load(&mut connection, &script(rebase_at)));
     let config = ProptestConfig {
         cases,
         failure_persistence: None,
         max_shrink_iters: 2_000,
         ..ProptestConfig::default()
     };
-    let runs = std::cell::Cell::new(0);
-    TestRunner::new(config)
-        .run(&case(), |case| {
-            runs.set(runs.get() + 1);
-            let name = format!("{}-{}", std::process::id(), runs.get());
-            runtime.block_on(run(case, connection.clone(), &name, hash.clone()))
-        })
-        .unwrap_or_else(|error| panic!("{error}"));
+    let runs = Cell::new(0);
+    let one = |case| {
+        runs.set(runs.get() + 1);
+        let name = format!("{name}{}", runs.get());
+        runtime.block_on(run(case, connection.clone(), &name, hash.clone()))
+    };
+    TestRunner::new(config).run(&case(), one).unwrap_or_else(|error| panic!("{error}"));
+}
+
+fn cases() -> u32 {
+    std::env::var("FAIRQ_ORDER_CASES").map_or(300, |cases| cases.parse().expect("a number"))
+}
+
+// The whole order, call by call: random sequences of three nodes through the script and through `schedule`.
+// `FAIRQ_ORDER_CASES=10000 cargo test --release --features redis --lib order` is the long form.
+#[test]
+fn the_script_grants_what_the_reference_grants() {
+    hold("order", "2 ^ 52", cases());
+}
+
+#[test]
+fn moving_the_virtual_times_back_changes_no_grant() {
+    hold("rebase", "3000", cases() / 3);
 }

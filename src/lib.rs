@@ -51,11 +51,11 @@
 //!
 //! # Choosing a backend
 //!
-//! In memory, the default: nothing to run, and the cap is that of one process. With n processes
-//! behind a balancer each has its own line, so a request can wait in one while another has permits to spare, and the caps add up.
+//! In memory, the default: nothing to run, and the cap is that of one process. With n processes behind a balancer each has its own
+//! line, so a request can wait in one while another has permits to spare, and the caps add up.
 //!
-//! In Redis or Valkey, 7.0 or later, with the feature `redis` and `FairQueueConfigBuilder::redis`: one line and one cap over all processes. A grant that
-//! nobody has to wait for takes a round trip; one that waited is told by a push.
+//! In Redis or Valkey, 7.0 or later, with the feature `redis` and `FairQueueConfigBuilder::redis`: one line and one cap over all
+//! processes. A grant that nobody has to wait for takes a round trip; one that waited is told by a push.
 //!
 #![cfg_attr(feature = "redis", doc = "```no_run")]
 #![cfg_attr(not(feature = "redis"), doc = "```ignore")]
@@ -71,13 +71,15 @@
 //!
 //! What is different then:
 //!
-//! - While Redis is out of reach a policy decides, `Outage`: wait, reject, admit this process's share of the capacity (the default), or admit all.
-//! - A process that is cut off or stopped for longer than its lease no longer holds its units in the eyes of the others. `LeaseLost` says
-//!   whether what it runs goes on, on top of the capacity, or is ended before anyone else is granted its units.
-//! - The cap holds over crashes, loss of all data in Redis, lost and late messages and clock jumps (up to two forward ones within a lease). More than the capacity can be in flight (a) after a rollback, a failover to a replica
-//!   that missed writes or a restart from an older file: at most the grants in the lost writes; (b) with local admission: at most each
-//!   process's share, once; (c) with `LeaseLost::Continue`: what a process cut off beyond its lease holds; (d) if a process joined less than a second before
-//!   all data was lost and is silent beyond the recovery: what it holds.
+//! - While Redis is out of reach a policy decides, `Outage`: wait, reject, admit this process's share of the capacity (the default), or
+//!   admit all.
+//! - A process that is cut off or stopped for longer than its lease no longer holds its units in the eyes of the others. `LeaseLost`
+//!   says whether what it runs goes on, on top of the capacity, or is ended before anyone else is granted its units.
+//! - The cap holds over crashes, loss of all data in Redis, lost and late messages and clock jumps (up to two forward ones within a
+//!   lease). More than the capacity can be in flight (a) after a rollback, a failover to a replica that missed writes or a restart from
+//!   an older file: at most the grants in the lost writes; (b) with local admission: at most each process's share, once; (c) with
+//!   `LeaseLost::Continue`: what a process cut off beyond its lease holds; (d) if a process joined less than a second before all data
+//!   was lost and is silent beyond the recovery: what it holds.
 //! - A rejection tells no position in line, and its estimate is that of the whole line.
 //! - The first start of a queue, and each after a loss of data, grants nothing for about 2 s. `FairQueueLayer::connect` waits for it.
 //!

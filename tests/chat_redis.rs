@@ -1,6 +1,6 @@
 //! Chat examples that share one queue in Redis: each a process of its own, on a server of the test's own.
 
-#![cfg(all(unix, feature = "redis"))]
+#![cfg(unix)]
 
 #[path = "support/example.rs"]
 mod example;
@@ -141,6 +141,7 @@ fn what_stands_in_the_way_is_told_and_ends_it() {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let Some(binary) = require(Kind::Redis70) else { return };
     let server = runtime.block_on(Server::with(&binary, &Options::default().password("hunter2")));
+    let chat = build("chat");
     let nobody = format!("redis://127.0.0.1:{}", free_port());
     let wrong = format!("redis://:hunter3@127.0.0.1:{}", server.port());
     for (flags, code, said) in [
@@ -154,7 +155,7 @@ fn what_stands_in_the_way_is_told_and_ends_it() {
         ),
     ] {
         let began = Instant::now();
-        let output = Command::new(build("chat")).args(["--port", "0"]).args(flags).output().unwrap();
+        let output = Command::new(&chat).args(["--port", "0"]).args(flags).output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(code), "{flags:?}: {stderr}");
         assert!(stderr.starts_with(said), "{flags:?}: {stderr}");

@@ -1,7 +1,5 @@
 //! What `connect` waits for, and a state that it leaves alone.
 
-#![cfg(all(unix, feature = "redis"))]
-
 mod support;
 
 use std::time::Duration;

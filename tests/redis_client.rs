@@ -130,6 +130,44 @@ fn spin(time: Duration) {
     }
 }
 
+// B08, B23: what leaves the line, by its deadline or dropped, is out of it in Redis at once and not when it would be granted.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn waiters_that_leave_are_out_of_the_line_at_once() {
+    let Some(server) = server().await else { return };
+    let builder = config("leave", 1).max_waiting(5);
+    let settings = || redis(server.url()).lease(HOUR).poll_interval(SECOND);
+    let (here, there) = (node_with(builder.clone(), settings()).await, node_with(builder, settings()).await);
+    let units = Units::default();
+    let held = hold(&here, &units).await.unwrap();
+    let full = async || eventually(SECOND, "5 wait", || state(&server, "leave", "waiting") == 5).await;
+    let empty = async || {
+        eventually(AT_ONCE_OVER_REDIS, "none waits", || state(&server, "leave", "waiting") == 0).await;
+    };
+    for _ in 0..10 {
+        let patience = Instant::now() + millis(100);
+        let late: Vec<_> = (0..5)
+            .map(|index| {
+                let queue = [&here, &there][index % 2].clone();
+                tokio::spawn(async move { queue.acquire(Ask::new().deadline(patience)).await })
+            })
+            .collect();
+        full().await;
+        let sixth = there.acquire(Ask::new()).await.unwrap_err();
+        assert!(sixth.is_full(), "{sixth}");
+        for ask in late {
+            assert!(ask.await.unwrap().unwrap_err().is_timed_out());
+        }
+        empty().await;
+        let dropped: Vec<_> = (0..5).map(|index| asking([&here, &there][index % 2], &units)).collect();
+        full().await;
+        dropped.iter().for_each(JoinHandle::abort);
+        empty().await;
+    }
+    drop(held);
+    assert_eq!(units.entered(), 1);
+    end_check_on(&server, &[&here, &there], &units).await;
+}
+
 // B13: C=5; 500 acquires dropped at random within 20 ms, then 50 holds: exactly 5 at once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dropped_acquires_neither_eat_nor_make_capacity() {

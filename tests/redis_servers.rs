@@ -269,22 +269,24 @@ async fn full_server_refuses_requests_and_takes_units_back() {
     eventually(SECOND, "it waits", || state(&server, "full", "waiting") == 1).await;
 
     server.cli(&["CONFIG", "SET", "maxmemory", "1"]);
-    // One request after the other on each node, without a pause, for as long as the server is full.
+    // On each node 20 clients that ask again as soon as they are refused: every call would have something new in it.
     let stop = Arc::new(AtomicBool::new(false));
-    let refused = nodes.each_ref().map(|queue| {
-        let (queue, units, stop) = (queue.clone(), units.clone(), Arc::clone(&stop));
-        tokio::spawn(async move {
-            let mut refused = 0_u32;
-            while !stop.load(Ordering::Acquire) {
-                let start = Instant::now();
-                let error = hold(&queue, &units).await.expect_err("the server is full");
-                assert_eq!(error.cause(), Cause::Unavailable);
-                assert!(start.elapsed() <= millis(750), "{:?}", start.elapsed());
-                refused += 1;
-            }
-            refused
+    let refused: Vec<_> = (0..40)
+        .map(|index| {
+            let (queue, units, stop) = (nodes[index % 2].clone(), units.clone(), Arc::clone(&stop));
+            tokio::spawn(async move {
+                let mut refused = 0_u32;
+                while !stop.load(Ordering::Acquire) {
+                    let start = Instant::now();
+                    let error = hold(&queue, &units).await.expect_err("the server is full");
+                    assert_eq!(error.cause(), Cause::Unavailable);
+                    assert!(start.elapsed() <= millis(750), "{:?}", start.elapsed());
+                    refused += 1;
+                }
+                refused
+            })
         })
-    });
+        .collect();
     sleep(millis(200)).await;
     drop(held.pop());
     let granted = handed_over("to the one that waited before", waiting).await;

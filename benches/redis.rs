@@ -65,10 +65,14 @@ impl Bench {
 
     /// Calls of the script so far.
     fn calls(&self) -> u64 {
+        self.stat("calls=")
+    }
+
+    fn stat(&self, name: &str) -> u64 {
         let stats = self.server.cli(&["INFO", "commandstats"]);
         let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha:")).unwrap_or_default();
-        let calls = line.split("calls=").nth(1).unwrap_or("0");
-        calls.split(',').next().and_then(|text| text.parse().ok()).unwrap_or(0)
+        let value = line.split(name).nth(1).unwrap_or("0");
+        value.split(',').next().and_then(|text| text.parse().ok()).unwrap_or(0)
     }
 
     /// Processor time so far: the server's and this process's.
@@ -137,6 +141,11 @@ impl Bench {
             drop(permit);
             sleep(Duration::from_millis(1)).await;
         }
+        println!(
+            "the script, {} calls of one operation on average {:.1} us in the server",
+            self.calls(),
+            self.stat("usec=") as f64 / self.calls() as f64
+        );
         let (ping, acquire, hand) = (median(&mut pings), median(&mut acquires), median(&mut hands));
         let ratio = |time: Duration| time.as_secs_f64() / ping.as_secs_f64();
         println!("PING                          median {ping:>9.1?}  p99 {:>9.1?}", p99(&pings));

@@ -21,7 +21,7 @@ use tower_fair_queue::{ConnectError, ConnectProblem, FairQueue, RedisConfig};
 /// Everything that a user of the server has to be allowed, for queues with the default key prefix: the keys and channels,
 /// the commands on the connection and, since a script may do what its caller may, those within the script. `AUTH` and `HELLO` need no
 /// right. On a Cluster `+ssubscribe` and `+spublish` take the place of `+subscribe` and `+publish`.
-const LEAST: [&str; 31] = [
+const LEAST: [&str; 32] = [
     "~fairq:*",
     "&fairq:*",
     "+script|load",
@@ -31,6 +31,7 @@ const LEAST: [&str; 31] = [
     "+time",
     "+unlink",
     "+del",
+    "+exists",
     "+get",
     "+set",
     "+hset",

@@ -139,7 +139,7 @@ fn the_members_of_the_keys_have_the_sizes_of_the_document() {
 #[test]
 fn records_have_the_sizes_of_the_document() {
     assert_eq!(size("### A flow's record"), format_after("local FLOW, NO_HEAD = '"));
-    assert_eq!(size("### A node's record"), format_after("entry.restated =\n                unpack_from('"));
+    assert_eq!(size("### A node's record"), format_after("entry.live =\n                unpack_from('"));
     let mut written = vec![];
     head(Kind::Ordinary).write(&mut written);
     assert_eq!(written.len(), size("### The head of a call"));

@@ -3,12 +3,14 @@
 use super::wire::Call;
 
 /// The steps in the order in which they run.
-pub(super) const STEPS: [&str; 6] = [
+pub(super) const STEPS: [&str; 8] = [
     include_str!("lua/head.lua"),
     include_str!("lua/state.lua"),
     include_str!("lua/nodes.lua"),
-    include_str!("lua/order.lua"),
     include_str!("lua/permits.lua"),
+    include_str!("lua/order.lua"),
+    include_str!("lua/reap.lua"),
+    include_str!("lua/restate.lua"),
     include_str!("lua/call.lua"),
 ];
 

@@ -197,8 +197,8 @@ fn script() -> String {
     .replace("STASH", "KEYS.stash");
     replaced(
         &source,
-        "return answer(status, reply)",
-        "local parts = answer(status, reply)\nparts[6] = KEYS.stash or ''\nreturn parts",
+        "return q.answer(status, reply)",
+        "local parts = q.answer(status, reply)\nparts[6] = KEYS.stash or ''\nreturn parts",
     )
 }
 

@@ -20,6 +20,21 @@ local OK, UNKNOWN, OTHER_EPOCH, GAP, STALE, REAPING, OTHER_LAYOUT = 0, 1, 2, 3, 
 local ORDINARY, RESTATE, RESTATE_ON, DETACH = 0, 1, 2, 3
 local QUEUE_FULL, FLOW_FULL, TOO_WIDE, WOULD_WAIT = 1, 2, 5, 6 -- as `Cause` numbers them
 
+-- A script makes its functions anew in each call, and to make all of these takes longer than all else a small call does. So those that only
+-- some calls need stand in groups, and a group is made when one of its functions is first asked for.
+local groups, made = {}, 0
+local q = setmetatable({}, {
+    __index = function(functions, name)
+        while made < #groups do
+            made = made + 1
+            groups[made]()
+            local found = rawget(functions, name)
+            if found then
+                return found
+            end
+        end
+    end,
+})
 local call = redis.call
 local pack, unpack_from = struct.pack, struct.unpack
 local byte, sub, concat, remove = string.byte, string.sub, table.concat, table.remove
@@ -29,16 +44,16 @@ local me, my_epoch, number, version, received, lease, peers_seen, list_from, kin
     unpack_from('>c16c16I8I8I8I8I8c8BBI4', ARGV[1])
 local last, fresh, lists = flags % 2 == 1, floor(flags / 2) % 2 == 1, floor(flags / 4) % 2 == 1
 
-local function publish(channel, message)
+function q.publish(channel, message)
     call(ARGV[9], channel, message)
 end
 
-local function text(n) -- numbers of 14 digits and more lose some in `tostring`
+function q.text(n) -- numbers of 14 digits and more lose some in `tostring`
     return string.format('%.0f', n)
 end
 
 local packed_units = {}
-local function units_of(units) -- four bytes, packed once for each number
+function q.units_of(units) -- four bytes, packed once for each number
     local packed = packed_units[units]
     if not packed then
         packed = pack('>I4', units)
@@ -48,7 +63,7 @@ local function units_of(units) -- four bytes, packed once for each number
 end
 
 local CHUNK = 2000 -- Lua's stack holds so many arguments and more
-local function call_many(command, key, arguments)
+function q.call_many(command, key, arguments)
     local n = #arguments
     for first = 1, n, CHUNK do
         call(command, key, unpack(arguments, first, min(first + CHUNK - 1, n)))

@@ -7,330 +7,399 @@
 --
 -- What a call changes is kept in tables and written at its end, each table in one command.
 
+
 local FLOW, NO_HEAD = '>I4ddI2I2BddI2c39', string.rep('\0', 39)
-local flows, flows_touched = {}, {}
 
-local function unpack_flow(id, packed)
-    local f = { id = id, n = 0, running = 0, start = 0, start_rest = 0, start_weight = 0, read = {}, at = 1 }
-    if packed then
-        local has_head, head, score, tag, tag_rest
-        f.n, f.running, f.start, f.start_rest, f.start_weight, has_head, score, tag, tag_rest, head =
-            unpack_from(FLOW, packed)
-        f.stored = true
-        if has_head == 1 then
-            local cost, weight, level = unpack_from('>I4I2B', head, 9)
-            f.head, f.score, f.tag, f.tag_rest, f.in_heads = head, score, tag, tag_rest, true
-            f.cost, f.weight, f.level = cost, weight, level + 1
-            f.seen = head -- the line is read from behind its head
+groups[#groups + 1] = function()
+    function q.unpack_flow(id, packed)
+        local f = { id = id, n = 0, running = 0, start = 0, start_rest = 0, start_weight = 0, read = {}, at = 1 }
+        if packed then
+            local has_head, head, score, tag, tag_rest
+            f.n, f.running, f.start, f.start_rest, f.start_weight, has_head, score, tag, tag_rest, head =
+                unpack_from(FLOW, packed)
+            f.stored = true
+            if has_head == 1 then
+                local cost, weight, level = unpack_from('>I4I2B', head, 9)
+                f.head, f.score, f.tag, f.tag_rest, f.in_heads = head, score, tag, tag_rest, true
+                f.cost, f.weight, f.level = cost, weight, level + 1
+                f.seen = head -- the line is read from behind its head
+            end
+        end
+        flows[id] = f
+        return f
+    end
+
+    function q.read_flow(id)
+        return flows[id] or q.unpack_flow(id, call('HGET', FLOWS, id))
+    end
+
+    function q.read_flows(ids) -- many at once, none of them twice
+        if #ids > 0 then
+            local packed = call('HMGET', FLOWS, unpack(ids))
+            for i = 1, #ids do
+                q.unpack_flow(ids[i], packed[i])
+            end
         end
     end
-    flows[id] = f
-    return f
-end
 
-local function read_flow(id)
-    return flows[id] or unpack_flow(id, call('HGET', FLOWS, id))
-end
+    function q.head_start(level)
+        return (level - 1) * st.step * SCALE
+    end
 
-local function read_flows(ids) -- many at once, none of them twice
-    if #ids > 0 then
-        local packed = call('HMGET', FLOWS, unpack(ids))
-        for i = 1, #ids do
-            unpack_flow(ids[i], packed[i])
+    function q.level_time(level)
+        local time, own = 0, q.head_start(level)
+        for r = 1, 8 do
+            if reached[r] then
+                time = max(time, reached[r] + min(q.head_start(r), own))
+            end
         end
+        return time
     end
-end
 
-local function head_start(level)
-    return (level - 1) * st.step * SCALE
-end
-
-local function level_time(level)
-    local time, own = 0, head_start(level)
-    for r = 1, 8 do
-        if reached[r] then
-            time = max(time, reached[r] + min(head_start(r), own))
+    function q.level_start(level)
+        local start = q.level_time(level)
+        for r = 1, level do
+            if competing[r] > 0 then
+                return start
+            end
         end
-    end
-    return time
-end
-
-local function level_start(level)
-    local start = level_time(level)
-    for r = 1, level do
-        if competing[r] > 0 then
-            return start
+        local above
+        for r = level + 1, 8 do
+            if competing[r] > 0 then
+                local time = q.level_time(r)
+                above = above and min(above, time) or time
+            end
         end
-    end
-    local above
-    for r = level + 1, 8 do
-        if competing[r] > 0 then
-            local time = level_time(r)
-            above = above and min(above, time) or time
+        if above and above > start then
+            reached[level] = above - q.head_start(level)
+            return above
         end
+        return start
     end
-    if above and above > start then
-        reached[level] = above - head_start(level)
-        return above
+
+    -- The heads: those read from HEADS, in order, and those that are new in this call, in a heap.
+
+    local stored_heads, next_stored, all_read, gone_heads, fresh = {}, 1, false, {}, {}
+
+    function q.before(a, b)
+        return a.score < b.score or (a.score == b.score and a.arrival < b.arrival)
     end
-    return start
-end
 
-local function widest()
-    return min(st.capacity, st.flow_cap)
-end
-
-local function clamp(cost)
-    return min(cost, widest())
-end
-
--- The heads: those read from HEADS, in order, and those that are new in this call, in a heap.
-
-local stored_heads, next_stored, all_read, gone_heads, fresh = {}, 1, false, {}, {}
-
-local function before(a, b)
-    return a.score < b.score or (a.score == b.score and a.arrival < b.arrival)
-end
-
-local function push_head(f)
-    local item, i = { score = f.score, arrival = sub(f.head, 1, 8), flow = f }, #fresh + 1
-    f.item = item
-    while i > 1 do
-        local parent = floor(i / 2)
-        if not before(item, fresh[parent]) then
-            break
+    function q.push_head(f)
+        local item, i = { score = f.score, arrival = sub(f.head, 1, 8), flow = f }, #fresh + 1
+        f.item = item
+        while i > 1 do
+            local parent = floor(i / 2)
+            if not q.before(item, fresh[parent]) then
+                break
+            end
+            fresh[i], i = fresh[parent], parent
         end
-        fresh[i], i = fresh[parent], parent
+        fresh[i] = item
     end
-    fresh[i] = item
-end
 
-local function pop_head()
-    local item = remove(fresh)
-    local n, i = #fresh, 1
-    if n == 0 then
-        return
+    function q.pop_head()
+        local item = remove(fresh)
+        local n, i = #fresh, 1
+        if n == 0 then
+            return
+        end
+        while true do
+            local child = 2 * i
+            if child > n then
+                break
+            end
+            if child < n and q.before(fresh[child + 1], fresh[child]) then
+                child = child + 1
+            end
+            if not q.before(fresh[child], item) then
+                break
+            end
+            fresh[i], i = fresh[child], child
+        end
+        fresh[i] = item
     end
-    while true do
-        local child = 2 * i
-        if child > n then
-            break
-        end
-        if child < n and before(fresh[child + 1], fresh[child]) then
-            child = child + 1
-        end
-        if not before(fresh[child], item) then
-            break
-        end
-        fresh[i], i = fresh[child], child
-    end
-    fresh[i] = item
-end
 
-local function first_head()
-    local item = fresh[1]
-    while item and item.flow.item ~= item do
-        pop_head()
-        item = fresh[1]
-    end
-    while true do
-        if next_stored > #stored_heads and not all_read then
-            local n, ids = #stored_heads, {}
-            local want = min(2 * n + 2, 64)
-            local more = call('ZRANGE', HEADS, n, n + want - 1, 'WITHSCORES')
-            for i = 1, #more, 2 do
-                local member = more[i]
-                local id = sub(member, 9)
-                stored_heads[#stored_heads + 1] =
-                    { member = member, arrival = sub(member, 1, 8), score = tonumber(more[i + 1]), flow = id }
-                if not flows[id] then
-                    ids[#ids + 1] = id
+    function q.first_head()
+        local item = fresh[1]
+        while item and item.flow.item ~= item do
+            q.pop_head()
+            item = fresh[1]
+        end
+        while true do
+            if next_stored > #stored_heads and not all_read then
+                local n, ids = #stored_heads, {}
+                local want = min(2 * n + 2, 64)
+                local more = call('ZRANGE', HEADS, n, n + want - 1, 'WITHSCORES')
+                for i = 1, #more, 2 do
+                    local member = more[i]
+                    local id = sub(member, 9)
+                    stored_heads[#stored_heads + 1] =
+                        { member = member, arrival = sub(member, 1, 8), score = tonumber(more[i + 1]), flow = id }
+                    if not flows[id] then
+                        ids[#ids + 1] = id
+                    end
                 end
+                q.read_flows(ids)
+                all_read = #more < 2 * want
             end
-            read_flows(ids)
-            all_read = #more < 2 * want
+            local stored = stored_heads[next_stored]
+            if not stored then
+                return item and item.flow
+            end
+            if not gone_heads[stored.member] then
+                if item and q.before(item, stored) then
+                    return item.flow
+                end
+                return flows[stored.flow]
+            end
+            next_stored = next_stored + 1
         end
-        local stored = stored_heads[next_stored]
-        if not stored then
-            return item and item.flow
+    end
+
+    function q.withdraw(f)
+        if not f.head then
+            return
         end
-        if not gone_heads[stored.member] then
-            if item and before(item, stored) then
-                return item.flow
-            end
-            return flows[stored.flow]
+        if f.in_heads then
+            gone_heads[sub(f.head, 1, 8) .. f.id] = true
+            f.in_heads = false
         end
-        next_stored = next_stored + 1
+        competing[f.level] = competing[f.level] - 1
+        st.heads, st.active = st.heads - 1, st.active - f.weight
+        f.head, f.item = nil, nil
+        flows_touched[f.id] = f
     end
-end
 
-local function withdraw(f)
-    if not f.head then
-        return
-    end
-    if f.in_heads then
-        gone_heads[sub(f.head, 1, 8) .. f.id] = true
-        f.in_heads = false
-    end
-    competing[f.level] = competing[f.level] - 1
-    st.heads, st.active = st.heads - 1, st.active - f.weight
-    f.head, f.item = nil, nil
-    flows_touched[f.id] = f
-end
+    -- The line of a flow behind what this call has taken from it.
 
--- The line of a flow behind what this call has taken from it.
+    local left_tickets, left_lines = {}, {}
 
-local gone_tickets, left_tickets, left_lines = {}, {}, {}
-
-local function first_in_line(f)
-    if f.n == 0 then
-        return
-    end
-    while true do
-        local tail = f.read[f.at]
-        if not tail then
-            if f.complete then
-                return
-            end
-            local from = f.seen and '(' .. f.id .. f.seen or '[' .. f.id
-            local want = min(#f.read * 2 + 1, 128)
-            local members = call('ZRANGEBYLEX', LINES, from, '(' .. f.id .. '\255', 'LIMIT', 0, want)
-            f.complete, f.read, f.at = #members < want, {}, 1
-            for i = 1, #members do
-                f.read[i] = sub(members[i], 17)
-            end
-            tail = f.read[1]
+    function q.first_in_line(f)
+        if f.n == 0 then
+            return
+        end
+        while true do
+            local tail = f.read[f.at]
             if not tail then
-                return
-            end
-        end
-        f.seen = tail
-        if not gone_tickets[sub(tail, 16)] then
-            return tail
-        end
-        f.at = f.at + 1
-    end
-end
-
-local function read_anew(f) -- its line has changed other than at its ends
-    f.read, f.at, f.complete, f.seen = {}, 1, false, nil
-end
-
-local function compete(f, since, since_rest, since_weight, before_level)
-    flows_touched[f.id] = f
-    local head = first_in_line(f)
-    if head then
-        local cost, weight, level = unpack_from('>I4I2B', head, 9)
-        level = level + 1
-        local units = clamp(cost)
-        if f.running + units <= st.flow_cap then
-            local start, rest, rest_weight = since, since_rest, since_weight
-            if not since or level > before_level then
-                local from = level_start(level)
-                if not since or start < from then
-                    start, rest, rest_weight = from, 0, 0
+                if f.complete then
+                    return
+                end
+                local from = f.seen and '(' .. f.id .. f.seen or '[' .. f.id
+                local want = min(#f.read * 2 + 1, 128)
+                local members = call('ZRANGEBYLEX', LINES, from, '(' .. f.id .. '\255', 'LIMIT', 0, want)
+                f.complete, f.read, f.at = #members < want, {}, 1
+                for i = 1, #members do
+                    f.read[i] = sub(members[i], 17)
+                end
+                tail = f.read[1]
+                if not tail then
+                    return
                 end
             end
-            local dividend = units * SCALE + (weight == rest_weight and rest or 0)
-            f.start, f.start_rest, f.start_weight = start, rest, rest_weight
-            f.tag_rest = dividend % weight
-            f.tag = start + (dividend - f.tag_rest) / weight
-            f.head, f.score, f.cost, f.weight, f.level = head, f.tag - head_start(level), cost, weight, level
-            push_head(f)
-            competing[level] = competing[level] + 1
-            st.heads, st.active = st.heads + 1, st.active + weight
-        end
-    end
-    if st.heads == 0 then
-        reached = {}
-    end
-end
-
-local function take_from_line(f, tail)
-    local key = sub(tail, 16)
-    f.n, st.waiting = f.n - 1, st.waiting - 1
-    gone_tickets[key] = true
-    left_tickets[#left_tickets + 1] = key
-    left_lines[#left_lines + 1] = f.id .. tail
-    flows_touched[f.id] = f
-    add_waiting(sub(key, 1, 16), -1)
-end
-
-local function leave_line(f, tail)
-    local first = f.head or first_in_line(f)
-    take_from_line(f, tail)
-    if first ~= tail then
-        return
-    end
-    if f.head then
-        local start, rest, weight, level = f.start, f.start_rest, f.start_weight, f.level
-        withdraw(f)
-        compete(f, start, rest, weight, level)
-    else
-        compete(f)
-    end
-end
-
-local function save_order()
-    if #left_lines > 0 then
-        call_many('ZREM', LINES, left_lines)
-        call_many('HDEL', TICKETS, left_tickets)
-    end
-    local members, scored, packed, empty = {}, {}, {}, {}
-    for member in pairs(gone_heads) do
-        members[#members + 1] = member
-    end
-    for id, f in pairs(flows_touched) do
-        if f.head and not f.in_heads then
-            scored[#scored + 1] = text(f.score)
-            scored[#scored + 1] = sub(f.head, 1, 8) .. id
-        end
-        if f.n > 0 or f.running > 0 then
-            packed[#packed + 1] = id
-            packed[#packed + 1] = pack(FLOW, f.n, f.running, f.start, f.start_rest, f.start_weight, f.head and 1 or 0,
-                f.score or 0, f.tag or 0, f.tag_rest or 0, f.head or NO_HEAD)
-            if not f.stored then
-                st.flows = st.flows + 1
+            f.seen = tail
+            if not gone_tickets[sub(tail, 16)] then
+                return tail
             end
-        elseif f.stored then
-            empty[#empty + 1] = id
-            st.flows = st.flows - 1
+            f.at = f.at + 1
         end
     end
-    if #members > 0 then
-        call_many('ZREM', HEADS, members)
-    end
-    if #scored > 0 then
-        call_many('ZADD', HEADS, scored)
-    end
-    if #packed > 0 then
-        call_many('HSET', FLOWS, packed)
-    end
-    if #empty > 0 then
-        call_many('HDEL', FLOWS, empty)
-    end
-end
 
--- Moves all virtual times back by the same amount. It reads every flow; a queue whose requests cost 1 comes here once in years.
-local function rebase()
-    local by = 0
-    for level = 1, 8 do
-        by = max(by, reached[level] or 0)
+    function q.read_anew(f) -- its line has changed other than at its ends
+        f.read, f.at, f.complete, f.seen = {}, 1, false, nil
     end
-    if by <= REBASE_AT then
-        return
+
+    function q.compete(f, since, since_rest, since_weight, before_level)
+        flows_touched[f.id] = f
+        local head = q.first_in_line(f)
+        if head then
+            local cost, weight, level = unpack_from('>I4I2B', head, 9)
+            level = level + 1
+            local units = q.clamp(cost)
+            if f.running + units <= st.flow_cap then
+                local start, rest, rest_weight = since, since_rest, since_weight
+                if not since or level > before_level then
+                    local from = q.level_start(level)
+                    if not since or start < from then
+                        start, rest, rest_weight = from, 0, 0
+                    end
+                end
+                local dividend = units * SCALE + (weight == rest_weight and rest or 0)
+                f.start, f.start_rest, f.start_weight = start, rest, rest_weight
+                f.tag_rest = dividend % weight
+                f.tag = start + (dividend - f.tag_rest) / weight
+                f.head, f.score, f.cost, f.weight, f.level = head, f.tag - q.head_start(level), cost, weight, level
+                q.push_head(f)
+                competing[level] = competing[level] + 1
+                st.heads, st.active = st.heads + 1, st.active + weight
+            end
+        end
+        if st.heads == 0 then
+            reached = {}
+        end
     end
-    for level = 1, 8 do
-        reached[level] = reached[level] and reached[level] - by
+
+    function q.take_from_line(f, tail)
+        local key = sub(tail, 16)
+        f.n, st.waiting = f.n - 1, st.waiting - 1
+        gone_tickets[key] = true
+        left_tickets[#left_tickets + 1] = key
+        left_lines[#left_lines + 1] = f.id .. tail
+        flows_touched[f.id] = f
+        q.add_waiting(sub(key, 1, 16), -1)
     end
-    local heads, stored = call('ZRANGE', HEADS, 0, -1, 'WITHSCORES'), call('HGETALL', FLOWS)
-    for i = 1, #heads, 2 do
-        heads[i], heads[i + 1] = text(tonumber(heads[i + 1]) - by), heads[i]
+
+    function q.leave_line(f, tail)
+        local first = f.head or q.first_in_line(f)
+        q.take_from_line(f, tail)
+        if first ~= tail then
+            return
+        end
+        if f.head then
+            local start, rest, weight, level = f.start, f.start_rest, f.start_weight, f.level
+            q.withdraw(f)
+            q.compete(f, start, rest, weight, level)
+        else
+            q.compete(f)
+        end
     end
-    for i = 2, #stored, 2 do
-        local n, running, start, rest, weight, has_head, score, tag, tag_rest, head = unpack_from(FLOW, stored[i])
-        stored[i] = pack(FLOW, n, running, start - by, rest, weight, has_head, score - by, tag - by, tag_rest, head)
+
+    function q.is_live(node)
+        local live = living[node]
+        if live == nil then
+            local lease_end = call('ZSCORE', NODES, 'N' .. node)
+            live = lease_end and tonumber(lease_end) > st.clock or false
+            living[node] = live
+        end
+        return live
     end
-    call_many('ZADD', HEADS, heads)
-    call_many('HSET', FLOWS, stored)
+
+    function q.cancel(key, packed) -- a waiting ticket
+        q.leave_line(q.read_flow(sub(packed, 1, 16)), sub(packed, 17) .. key)
+    end
+
+    function q.find_permit(key) -- `key`: node and ticket
+        return call('ZRANGEBYLEX', PERMITS, '[' .. key, '(' .. key .. '\255\255\255\255\255', 'LIMIT', 0, 1)[1]
+    end
+
+    -- Ends of tickets: one that waits leaves its line, one that was granted gives its units back, any other is nothing.
+    function q.finish_all(keys)
+        if #keys == 0 then
+            return
+        end
+        for i, packed in ipairs(call('HMGET', TICKETS, unpack(keys))) do
+            local member = not packed and q.find_permit(keys[i])
+            if packed then
+                if not gone_tickets[keys[i]] then
+                    q.cancel(keys[i], packed)
+                end
+            elseif member then
+                call('ZREM', PERMITS, member)
+                q.give_units(member)
+            end
+        end
+    end
+
+    function q.stand_in_line(f, ticket, key, arrival, ask)
+        local n = #new_tickets
+        f.n, st.waiting = f.n + 1, st.waiting + 1
+        flows_touched[f.id] = f
+        new_tickets[n + 1], new_tickets[n + 2] = key, f.id .. arrival .. ask
+        q.add_waiting(me, 1)
+        places[#places + 1] = ticket .. arrival
+    end
+
+    function q.write_tickets()
+        if #new_lines > 0 then
+            q.call_many('ZADD', LINES, new_lines)
+            new_lines = {}
+        end
+        if #new_tickets > 0 then
+            q.call_many('HSET', TICKETS, new_tickets)
+            new_tickets = {}
+        end
+    end
+
+    function q.dispatch()
+        while granted < grants_left do
+            local f = q.first_head()
+            if not f then
+                return false
+            end
+            local tail = f.head
+            local node, ticket = sub(tail, 16, 31), sub(tail, 32)
+            local units = q.clamp(f.cost)
+            if not q.is_live(node) then
+                q.leave_line(f, tail)
+                granted = granted + 1
+            elseif st.too_wide == 1 and f.cost > q.widest() then
+                q.leave_line(f, tail)
+                q.tell(node, ticket, 0)
+                granted = granted + 1
+            elseif st.in_flight + units > open then
+                return false
+            elseif f.running + units > st.flow_cap then
+                q.withdraw(f)
+                q.read_anew(f)
+                q.compete(f)
+            else
+                local score, level, weight, tag, tag_rest = f.score, f.level, f.weight, f.tag, f.tag_rest
+                q.withdraw(f)
+                reached[level] = reached[level] and max(reached[level], score) or score
+                q.take_from_line(f, tail)
+                q.tell(node, ticket, units, q.take_units(f, node, ticket, units))
+                q.compete(f, tag, tag_rest, weight, level)
+                granted = granted + 1
+            end
+        end
+        return q.first_head() ~= nil and st.in_flight < open
+    end
+
+    function q.save_order()
+        if #left_lines > 0 then
+            q.call_many('ZREM', LINES, left_lines)
+            q.call_many('HDEL', TICKETS, left_tickets)
+        end
+        local members, scored, packed, empty = {}, {}, {}, {}
+        for member in pairs(gone_heads) do
+            members[#members + 1] = member
+        end
+        for id, f in pairs(flows_touched) do
+            if f.head and not f.in_heads then
+                scored[#scored + 1] = q.text(f.score)
+                scored[#scored + 1] = sub(f.head, 1, 8) .. id
+            end
+            if f.n > 0 or f.running > 0 then
+                packed[#packed + 1] = id
+                packed[#packed + 1] = pack(FLOW, f.n, f.running, f.start, f.start_rest, f.start_weight, f.head and 1 or 0,
+                    f.score or 0, f.tag or 0, f.tag_rest or 0, f.head or NO_HEAD)
+                if not f.stored then
+                    st.flows = st.flows + 1
+                end
+            elseif f.stored then
+                empty[#empty + 1] = id
+                st.flows = st.flows - 1
+            end
+        end
+        if #members > 0 then
+            q.call_many('ZREM', HEADS, members)
+        end
+        if #scored > 0 then
+            q.call_many('ZADD', HEADS, scored)
+        end
+        if #packed > 0 then
+            q.call_many('HSET', FLOWS, packed)
+        end
+        if #empty > 0 then
+            q.call_many('HDEL', FLOWS, empty)
+        end
+
+        local by = 0
+        for level = 1, 8 do
+            by = max(by, reached[level] or 0)
+        end
+        if by > REBASE_AT then
+            q.rebase(by)
+        end
+    end
 end

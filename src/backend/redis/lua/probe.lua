@@ -16,6 +16,7 @@ local function try(command, ...)
 end
 
 try('UNLINK', key)
+try('EXISTS', key)
 try('DEL', key)
 try('TIME')
 try('SET', key, 'v')

@@ -4,7 +4,7 @@ local st, reached, competing = {}, {}, {}
 local NUMBERS = {
     'version', 'clock', 'now', 'arrivals', 'waiting', 'in_flight', 'permits', 'heads', 'flows', 'nodes', 'live', 'calls',
     'outbox', 'expected', 'settle', 'wait_until', 'recovery', 'opened', 'granted', 'membership', 'active', 'rules_set',
-    'base', 'flow_cap', 'max_waiting', 'max_per_flow', 'too_wide', 'step', 'ramp', 'operator', 'operator_set', 'cursor',
+    'base', 'flow_cap', 'max_waiting', 'max_per_flow', 'too_wide', 'step', 'ramp', 'operator', 'operator_set', 'cursor', 'expiry',
 }
 
 local STATE_FORMAT = '>dc16' .. string.rep('d', #NUMBERS) .. string.rep('BdI4', 8)
@@ -15,7 +15,7 @@ do -- the server's clock, read once: in some versions it moves on while a script
     now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 end
 
-local function answer(status, blobs)
+function q.answer(status, blobs)
     blobs = blobs or {}
     local flags = (blobs.recovering and 1 or 0) + (blobs.more and 2 or 0) + (blobs.listed and 4 or 0)
     return {
@@ -26,17 +26,7 @@ local function answer(status, blobs)
     }
 end
 
-local function new_state()
-    call('UNLINK', unpack(KEYS))
-    for i = 1, #NUMBERS do
-        st[NUMBERS[i]] = 0
-    end
-    st.epoch = sub(redis.sha1hex(me .. text(number) .. text(now)), 1, 16)
-    st.now, st.settle, st.wait_until, st.recovery = now, SETTLE, lease, 1
-    reached, competing = {}, { 0, 0, 0, 0, 0, 0, 0, 0 }
-end
-
-local function load_state()
+function q.load_state()
     local packed = call('GET', STATE)
     if packed and (#packed < 8 or unpack_from('>d', packed) ~= LAYOUT) then
         return OTHER_LAYOUT
@@ -54,38 +44,31 @@ local function load_state()
             at = at + 3
         end
     end
-    local whole = packed
-        and call('ZCARD', LINES) == st.waiting and call('HLEN', TICKETS) == st.waiting
-        and call('ZCARD', HEADS) == st.heads and call('HLEN', FLOWS) == st.flows
-        and call('ZCARD', PERMITS) == st.permits and call('ZCARD', NODES) == st.nodes
-        and call('HLEN', CALLS) == st.calls and call('ZCARD', OUTBOX) == st.outbox
-        and call('SCARD', EXPECTED) == st.expected
+    if not packed then
+        q.new_state()
+        return
+    end
+    local there = call('EXISTS', LINES, TICKETS, HEADS, FLOWS, PERMITS, NODES, CALLS, OUTBOX, EXPECTED)
+    local whole = there == (st.waiting > 0 and 2 or 0) + (st.heads > 0 and 1 or 0) + (st.flows > 0 and 1 or 0)
+        + (st.permits > 0 and 1 or 0) + (st.nodes > 0 and 1 or 0) + (st.calls > 0 and 1 or 0)
+        + (st.outbox > 0 and 1 or 0) + (st.expected > 0 and 1 or 0)
+    if whole and kind == RESTATE then
+        whole = call('ZCARD', LINES) == st.waiting and call('HLEN', TICKETS) == st.waiting
+            and call('ZCARD', HEADS) == st.heads and call('HLEN', FLOWS) == st.flows
+            and call('ZCARD', PERMITS) == st.permits and call('ZCARD', NODES) == st.nodes
+            and call('HLEN', CALLS) == st.calls and call('ZCARD', OUTBOX) == st.outbox
+            and call('SCARD', EXPECTED) == st.expected
+    end
     if not whole then
-        new_state()
+        q.new_state()
     end
 end
 
-local function recovering()
+function q.recovering()
     return st.clock < st.settle or (st.clock < st.wait_until and st.expected > 0)
 end
 
-local function recover() -- another life of this state: nothing is granted until its nodes have told what they hold
-    st.epoch = sub(redis.sha1hex(me .. text(number) .. text(now)), 1, 16)
-    st.recovery, st.settle, st.wait_until, st.opened = st.recovery + 1, st.clock + SETTLE, st.clock + lease, 0
-    if st.expected > 0 then
-        call('DEL', EXPECTED)
-        st.expected = 0
-    end
-end
-
-local function expect(nodes)
-    if #nodes > 0 then
-        st.expected = st.expected + call('SADD', EXPECTED, unpack(nodes))
-        st.membership = st.membership + 1
-    end
-end
-
-local function save_state()
+function q.save_state()
     local values = { LAYOUT, st.epoch }
     for i = 1, #NUMBERS do
         values[i + 2] = st[NUMBERS[i]]

@@ -19,7 +19,7 @@ use crate::{
     support::redis::{Binary, Kind, Sentinels, Server, require},
 };
 
-const CAPACITY: u32 = 5;
+const CAPACITY: u32 = 7;
 /// Two flows of requests that cost 1 or 2 and are held 20 to 200 ms: the line is about as long as a recovery.
 const LOAD: &str = "--requesters 30 --flows 2 --cost 2";
 /// How long the load goes on before the first fault and after the last, so that both find a full line.
@@ -37,11 +37,15 @@ fn redis() -> Option<Binary> {
 }
 
 /// Two nodes at full load.
-async fn loaded(url: &str) -> Nodes {
-    let mut nodes = Nodes::new(CAPACITY, LOAD);
+async fn loaded(url: &str, flags: &str) -> Nodes {
+    let mut nodes = Nodes::new(CAPACITY, &format!("{LOAD} {flags}"));
     let started = [nodes.spawn(&[], url, ""), nodes.spawn(&[], url, "")];
     for node in started {
         nodes.ready(node).await;
+    }
+    // Held all along, in one or the other: whoever does not wait for it grants it again.
+    for node in started {
+        nodes.say(node, "ask 1");
     }
     busy(&nodes).await;
     nodes
@@ -69,7 +73,7 @@ fn check(name: &str, records: &Records, most: u64) {
 async fn flush_costs_neither_cap_nor_place() {
     let Some(binary) = redis() else { return };
     let server = Server::start(&binary).await;
-    let mut nodes = loaded(&server.url()).await;
+    let mut nodes = loaded(&server.url(), "").await;
     for _ in 0..2 {
         let flushed = now();
         server.cli(&["FLUSHALL"]);
@@ -78,7 +82,7 @@ async fn flush_costs_neither_cap_nor_place() {
         // What was granted before may be told a moment later; then nothing is until all have restated.
         let pause = records.first_taken(flushed + Duration::from_millis(300)).expect("it goes on") - flushed;
         eprintln!("granted again {pause:?} after FLUSHALL");
-        assert!(pause > Duration::from_millis(1_500) && pause < Duration::from_secs(3), "{pause:?}");
+        assert!(pause > Duration::from_millis(1_500) && pause < Duration::from_millis(3_500), "{pause:?}");
     }
     busy(&nodes).await;
     check("FLUSHALL", &nodes.finish(&server).await, CAPACITY.into());
@@ -92,8 +96,9 @@ async fn flush_while_a_node_is_stopped_waits_for_what_it_holds() {
     // All is held by the one that is stopped, so whatever the other is granted is too much.
     let mut nodes = Nodes::new(CAPACITY, "--flows 1 --hold 0..50");
     let holder = nodes.start(&server.url(), "").await;
-    nodes.say(holder, "ask 5");
-    nodes.until("the first holds all", Duration::from_secs(5), |r| r.granted() == 5).await;
+    nodes.say(holder, &format!("ask {CAPACITY}"));
+    let all = CAPACITY as usize;
+    nodes.until("the first holds all", Duration::from_secs(5), |r| r.granted() == all).await;
     let other = nodes.start(&server.url(), "--requesters 10").await;
     // Each has heard of the other.
     sleep(Duration::from_millis(1_500)).await;
@@ -108,7 +113,7 @@ async fn flush_while_a_node_is_stopped_waits_for_what_it_holds() {
         None,
         "P1: the other was granted what the stopped one holds"
     );
-    nodes.say(holder, "release 5");
+    nodes.say(holder, &format!("release {CAPACITY}"));
     nodes.until("the other is served", Duration::from_secs(3), |r| r.granted() > 20).await;
     let records = nodes.finish(&server).await;
     assert!(records.requests.iter().any(|request| request.node == other));
@@ -120,7 +125,7 @@ async fn flush_while_a_node_is_stopped_waits_for_what_it_holds() {
 async fn lost_scripts_are_loaded_again() {
     let Some(binary) = redis() else { return };
     let server = Server::start(&binary).await;
-    let mut nodes = loaded(&server.url()).await;
+    let mut nodes = loaded(&server.url(), "").await;
     let from = now();
     for _ in 0..if heavy() { 40 } else { 8 } {
         server.cli(&["SCRIPT", "FLUSH"]);
@@ -129,9 +134,9 @@ async fn lost_scripts_are_loaded_again() {
     let span = now() - from;
     let records = nodes.finish(&server).await;
     check("SCRIPT FLUSH", &records, CAPACITY.into());
-    // No recovery comes of it: 5 units in requests of 1.5 units and 110 ms are 30 grants a second.
+    // No recovery comes of it, with which hardly any would be granted: the units that are not kept make some 20 a second.
     let granted = records.taken_within(from, from + span) as f64 / span.as_secs_f64();
-    assert!(granted > 20.0, "{granted} units a second");
+    assert!(granted > 10.0, "{granted} units a second");
 }
 
 // P1, P2, P5, P6: a restart that lost all, and the server away for a second before.
@@ -139,7 +144,7 @@ async fn lost_scripts_are_loaded_again() {
 async fn restart_without_data_costs_neither_cap_nor_place() {
     let Some(binary) = redis() else { return };
     let mut server = Server::start(&binary).await;
-    let mut nodes = loaded(&server.url()).await;
+    let mut nodes = loaded(&server.url(), "").await;
     for away in [Duration::ZERO, Duration::from_secs(1)] {
         server.kill9();
         sleep(away).await;
@@ -155,7 +160,7 @@ async fn restart_without_data_costs_neither_cap_nor_place() {
 async fn restart_from_an_older_file_adds_at_most_the_lost_grants() {
     let Some(binary) = redis() else { return };
     let mut server = Server::start(&binary).await;
-    let mut nodes = loaded(&server.url()).await;
+    let mut nodes = loaded(&server.url(), "").await;
     for age in [Duration::from_millis(100), Duration::from_secs(1)] {
         let saved = now();
         server.save();
@@ -178,7 +183,7 @@ async fn restart_from_an_older_file_adds_at_most_the_lost_grants() {
 async fn any_key_may_be_evicted() {
     let Some(binary) = redis() else { return };
     let server = Server::start(&binary).await;
-    let mut nodes = loaded(&server.url()).await;
+    let mut nodes = loaded(&server.url(), "").await;
     let keys =
         ["state", "lines", "tickets", "heads", "flows", "permits", "nodes", "calls", "outbox", "expected"];
     for key in keys {
@@ -210,12 +215,7 @@ async fn failover_adds_at_most_the_grants_of_the_old_primary() {
     let Some(binary) = redis() else { return };
     let mut all = Sentinels::start(&binary).await;
     let sentinel = format!("--sentinel {},{}", Sentinels::NAME, all.urls().join(","));
-    let mut nodes = Nodes::new(CAPACITY, &format!("{LOAD} {sentinel}"));
-    let started = [nodes.spawn(&[], "", ""), nodes.spawn(&[], "", "")];
-    for node in started {
-        nodes.ready(node).await;
-    }
-    busy(&nodes).await;
+    let mut nodes = loaded("", &sentinel).await;
     let from = now();
     all.failover().await;
     let to = now();

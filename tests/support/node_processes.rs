@@ -150,10 +150,11 @@ impl Nodes {
         }
     }
 
-    /// Ends the load, waits until all that was asked has ended, and returns the records. Redis has nothing left then (promise P6).
+    /// Ends the load and all that is kept, waits until all that was asked has ended, and returns the records. Redis has nothing left then (promise P6).
     pub(crate) async fn finish(&mut self, server: &Server) -> Records {
         for node in self.running() {
             self.say(node, "stop");
+            self.say(node, "release 1000");
         }
         for node in self.running() {
             self.process(node).wait_line("idle", LIMIT).await;

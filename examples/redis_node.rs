@@ -44,6 +44,7 @@ const HELP: &str = "\
 --lease SECONDS      (10)
 --outage POLICY      wait, reject, local, admit, or a number: a local share of so many units (local)
 --lease-lost POLICY  continue, abort (continue)
+--ramp SECONDS       over how long the capacity opens again (1)
 --max-wait SECONDS   (20)
 --max-waiting N      of all nodes together (1000)
 --requesters N       so many requests at once, each followed by another (0)
@@ -63,6 +64,7 @@ struct Options {
     lease: u64,
     outage: Outage,
     lease_lost: LeaseLost,
+    ramp: f64,
     max_wait: f64,
     max_waiting: u32,
     requesters: u32,
@@ -85,6 +87,7 @@ impl Options {
             lease: 10,
             outage: Outage::Local,
             lease_lost: LeaseLost::Continue,
+            ramp: 1.0,
             max_wait: 20.0,
             max_waiting: 1_000,
             requesters: 0,
@@ -120,6 +123,7 @@ impl Options {
                         _ => return Err(format!("{flag} is continue or abort, not {value:?}")),
                     }
                 }
+                "--ramp" => options.ramp = number(&flag, &value)?,
                 "--max-wait" => options.max_wait = number(&flag, &value)?,
                 "--max-waiting" => options.max_waiting = number(&flag, &value)?,
                 "--requesters" => options.requesters = number(&flag, &value)?,
@@ -148,8 +152,11 @@ impl Options {
                 RedisConfig::sentinel(parts.next().unwrap_or_default(), parts)
             }
         };
-        let redis =
-            redis.lease(Duration::from_secs(self.lease)).outage(self.outage).lease_lost(self.lease_lost);
+        let redis = redis
+            .lease(Duration::from_secs(self.lease))
+            .outage(self.outage)
+            .lease_lost(self.lease_lost)
+            .ramp(Duration::try_from_secs_f64(self.ramp)?);
         let config = FairQueueConfig::builder(&self.queue)
             .capacity(self.capacity)
             .max_wait(Duration::try_from_secs_f64(self.max_wait)?)

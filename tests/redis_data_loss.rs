@@ -16,15 +16,16 @@ use tokio::time::sleep;
 use crate::{
     nodes::{Nodes, heavy},
     record::{Peak, Records, now},
-    support::redis::{Binary, Kind, Sentinels, Server, require},
+    support::redis::{Binary, Kind, Proxy, Sentinels, Server, require},
 };
 
 const CAPACITY: u32 = 7;
-/// Two flows of requests that cost 1 or 2 and are held 20 to 200 ms: the line is about as long as a recovery.
-const LOAD: &str = "--requesters 30 --flows 2 --cost 2";
+/// Two flows of requests that cost 1 or 2 and are held 20 to 200 ms: the line is about as long as a recovery. The capacity opens at
+/// once after one, so that nothing but the recovery keeps the cap.
+const LOAD: &str = "--requesters 30 --flows 2 --cost 2 --ramp 0";
 /// How long the load goes on before the first fault and after the last, so that both find a full line.
 const LOADED: Duration = Duration::from_secs(2);
-/// A recovery takes 1.8 s of queue time, and the capacity opens within a second of it.
+/// A recovery takes 1.8 s of queue time.
 const RECOVERED: Duration = Duration::from_secs(4);
 /// How much earlier a request in one node has to have come than one in another, for their order to be known: as long as a call takes to
 /// arrive where the connection has to be made anew.
@@ -94,7 +95,7 @@ async fn flush_while_a_node_is_stopped_waits_for_what_it_holds() {
     let Some(binary) = redis() else { return };
     let server = Server::start(&binary).await;
     // All is held by the one that is stopped, so whatever the other is granted is too much.
-    let mut nodes = Nodes::new(CAPACITY, "--flows 1 --hold 0..50");
+    let mut nodes = Nodes::new(CAPACITY, "--flows 1 --hold 0..50 --ramp 0");
     let holder = nodes.start(&server.url(), "").await;
     nodes.say(holder, &format!("ask {CAPACITY}"));
     let all = CAPACITY as usize;
@@ -176,6 +177,38 @@ async fn restart_from_an_older_file_adds_at_most_the_lost_grants() {
         assert!(peak <= CAPACITY.into(), "all nodes had seen a later state");
     }
     check("restart from an older file", &nodes.finish(&server).await, CAPACITY.into());
+}
+
+// P1: in the file the first node holds all, in truth the second does, and the first is back alone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn restart_from_an_older_file_waits_for_who_holds_now() {
+    let Some(binary) = redis() else { return };
+    let mut server = Server::start(&binary).await;
+    let proxy = Proxy::start(server.port()).await;
+    let mut nodes = Nodes::new(CAPACITY, "--flows 1 --ramp 0");
+    let (first, second) = (nodes.start(&server.url(), "").await, nodes.start(&proxy.url(), "").await);
+    let (all, soon) = (CAPACITY as usize, Duration::from_secs(5));
+    nodes.say(first, &format!("ask {all}"));
+    nodes.until("the first holds all", soon, |records| records.granted() == all).await;
+    server.save();
+    nodes.say(second, &format!("ask {all}"));
+    sleep(Duration::from_millis(500)).await;
+    nodes.say(first, &format!("release {all}"));
+    nodes.until("the second holds all", soon, |records| records.granted() == 2 * all).await;
+    nodes.say(first, &format!("ask {all}"));
+    sleep(Duration::from_millis(500)).await;
+    proxy.refuse().await;
+    proxy.cut();
+    server.restart_from_save().await;
+    // Longer than a recovery with all well, shorter than the lease.
+    sleep(Duration::from_secs(3)).await;
+    assert_eq!(nodes.records().granted(), 2 * all, "P1: granted what the other holds");
+    proxy.allow().await;
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(nodes.records().granted(), 2 * all, "P1: granted what the other holds");
+    nodes.say(second, &format!("release {all}"));
+    nodes.until("the first holds all", soon, |records| records.granted() == 3 * all).await;
+    check("restart alone", &nodes.finish(&server).await, CAPACITY.into());
 }
 
 // P1, P2, P5, P6: a full server throws away any one key of the queue.

@@ -595,6 +595,7 @@ async fn terminated_node_leaves_nothing_in_redis() {
     assert!(status.success(), "{status}");
     // The other's four are granted, one of its five waits.
     assert_eq!((permits.as_str(), state(&server, "in_flight"), state(&server, "waiting")), ("4", 4, 1));
+    assert_eq!(state(&server, "live"), 1, "it has detached");
     assert!(ended - asked <= 3 * SECOND, "{:?}", ended - asked);
     let records = granted_by(&nodes, other, 4).await;
     for request in records.requests.iter().filter(|request| request.node == leaver) {

@@ -190,7 +190,7 @@ fn left(server: &Server) -> Vec<(String, String)> {
     let mut left: Vec<_> =
         sizes.map(|(name, size)| (name.to_owned(), server.cli(&[size, &key(name)]))).into();
     for field in ["in_flight", "waiting"] {
-        left.push((field.to_owned(), server.cli(&["HGET", &key("state"), field])));
+        left.push((field.to_owned(), server.state(&key("state"), field).to_string()));
     }
     left
 }

@@ -156,7 +156,7 @@ fn records_have_the_sizes_of_the_document() {
     let mut written = vec![];
     RulesRecord { rules, ramp_micros: 0, set: 0, operator: None, operator_set: 0 }.write(&mut written);
     assert_eq!(written.len(), size("### The rules"));
-    assert_eq!(written.len(), format_after("operator, operator_set =\n        unpack_from('"));
+    assert_eq!(written.len(), format_after("operator, operator_set =\n            unpack_from('"));
     assert_eq!(written[8..16], UNBOUNDED.to_be_bytes(), "no bound");
 
     let mut call = Call::default();

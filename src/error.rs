@@ -269,12 +269,22 @@ impl ConnectProblem {
 pub struct ConnectError {
     problem: ConnectProblem,
     detail: String,
+    /// Whether somebody was there and ended the connection.
+    pub(crate) breaks: bool,
 }
 
 #[cfg(feature = "redis")]
 impl ConnectError {
     pub(crate) fn new(problem: ConnectProblem, detail: impl fmt::Display) -> Self {
-        Self { problem, detail: detail.to_string() }
+        Self { problem, detail: detail.to_string(), breaks: false }
+    }
+
+    /// Says what else it may be: of two sides of which one speaks TLS, either waits for ever or hangs up.
+    pub(crate) fn in_view_of_tls(mut self, tls: bool) -> Self {
+        if self.breaks || self.problem == ConnectProblem::Silent {
+            self.detail.push_str(if tls { "; does it speak TLS?" } else { "; does it want TLS?" });
+        }
+        self
     }
 
     /// What stood in the way.

@@ -163,10 +163,12 @@ async fn plain_text_and_tls_do_not_mix() {
 
     let error = refused(trusting(format!("rediss://localhost:{}", server.port()))).await;
     assert!(matches!(error.problem(), ConnectProblem::Tls | ConnectProblem::Silent), "{error}");
+    assert!(error.to_string().contains("TLS"), "{error}");
 
     let error = refused(redis(format!("redis://127.0.0.1:{}", server.tls_port()))).await;
     let told = [ConnectProblem::Tls, ConnectProblem::Silent, ConnectProblem::Unreachable];
     assert!(told.contains(&error.problem()), "{error}");
+    assert!(error.to_string().contains("TLS"), "{error}");
 
     // A server that nobody we trust vouches for, by an authority of our own and by the system's.
     for redis in

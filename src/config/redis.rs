@@ -230,6 +230,20 @@ impl RedisConfig {
             let bound = "LeaseLost::Continue unless redis.outage is Wait or Reject: a node that admits by itself breaks the cap that Abort keeps";
             return Err(ConfigError::new("redis.lease_lost", "LeaseLost::Abort", bound));
         }
+        let has = |pem: &[u8], what: &str| pem.windows(what.len()).any(|part| part == what.as_bytes());
+        if self.root_certificates.as_ref().is_some_and(|pem| !has(pem, "-----BEGIN CERTIFICATE-----")) {
+            return Err(ConfigError::new(
+                "redis.root_certificates",
+                "no PEM certificate",
+                "at least one PEM certificate",
+            ));
+        }
+        if let Some((certificate, key)) = &self.client_certificate
+            && !(has(certificate, "-----BEGIN CERTIFICATE-----") && has(key, "PRIVATE KEY-----"))
+        {
+            let bound = "a PEM certificate and its PEM private key";
+            return Err(ConfigError::new("redis.client_certificate", "something else", bound));
+        }
         let urls = match &self.servers {
             Servers::One(url) => std::slice::from_ref(url),
             Servers::Sentinel { sentinels, service, .. } => {
@@ -327,6 +341,12 @@ mod tests {
         refused(RedisConfig::cluster(Vec::<String>::new()), "redis.servers", "none");
         refused(RedisConfig::sentinel("", ["redis://127.0.0.1"]), "redis.sentinel.service", "nothing");
         refused(RedisConfig::new("http://127.0.0.1"), "redis.url", "not shown");
+        refused(valid().root_certificates("not PEM"), "redis.root_certificates", "no PEM certificate");
+        refused(
+            valid().client_certificate("not PEM", "nor this"),
+            "redis.client_certificate",
+            "something else",
+        );
         let abort = valid().lease_lost(LeaseLost::Abort).outage(Outage::Reject);
         assert!(FairQueueConfig::builder("chat").capacity(1).redis(abort).build().is_ok());
     }

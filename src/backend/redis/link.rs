@@ -310,7 +310,12 @@ impl Target {
         if let Some(sender) = pushes {
             config = config.set_push_sender(sender);
         }
-        self.within(client.get_multiplexed_async_connection_with_config(&config)).await
+        let tls = matches!(client.get_connection_info().addr(), ConnectionAddr::TcpTls { .. });
+        let opened = self.within(client.get_multiplexed_async_connection_with_config(&config)).await;
+        opened.map_err(|error| match error {
+            Refused::Error(error) => Refused::Error(error.in_view_of_tls(tls)),
+            Refused::Moved(to) => Refused::Moved(to),
+        })
     }
 
     /// What the future gives within the timeout.
@@ -513,10 +518,16 @@ pub(super) fn refused(error: &RedisError) -> ConnectError {
         ErrorKind::Server(ServerErrorKind::ClusterDown | ServerErrorKind::MasterDown) => {
             ConnectProblem::Cluster
         }
+        // It reads its data from the disk, or moves the slot, and will be there.
+        ErrorKind::Server(ServerErrorKind::BusyLoading | ServerErrorKind::TryAgain) => {
+            ConnectProblem::NotReady
+        }
         _ => match error.code() {
             Some("NOAUTH" | "WRONGPASS") => ConnectProblem::Credentials,
             _ => ConnectProblem::Refused,
         },
     };
-    ConnectError::new(problem, error)
+    let mut refused = ConnectError::new(problem, error);
+    refused.breaks = problem == ConnectProblem::Unreachable && !error.is_connection_refusal();
+    refused
 }

@@ -11,8 +11,8 @@ use std::{
 use super::{
     outage::Local,
     wire::{
-        AskRecord, Call, Epoch, FlowId, Granted, Head, How, Kind, MAX_OPS, NodeId, Push, Reply, RulesRecord,
-        Status, micros,
+        AskRecord, Call, Epoch, FlowId, Granted, Head, How, Kind, MAX_GRANTS, MAX_OPS, NodeId, Push, Reply,
+        RulesRecord, Status, micros,
     },
 };
 use crate::{
@@ -591,7 +591,7 @@ impl Node {
             last,
             fresh,
             lists: list_from.is_some(),
-            max_grants: u32::try_from(MAX_OPS).unwrap_or(u32::MAX),
+            max_grants: MAX_GRANTS,
         };
         head.write(&mut call.head);
         self.under_way =
@@ -619,7 +619,7 @@ impl Node {
             last: false,
             fresh: false,
             lists: false,
-            max_grants: u32::try_from(MAX_OPS).unwrap_or(u32::MAX),
+            max_grants: MAX_GRANTS,
         };
         head.write(&mut call.head);
         self.attached = false;

@@ -7,8 +7,8 @@ use super::{
     node::{HEARTBEAT, MAX_STEP, REAPING, RECOVERING},
     script::{PROBE, STEPS},
     wire::{
-        AskRecord, Call, Epoch, FlowId, Head, How, Kind, MAX_OPS, NodeId, RulesRecord, Status, UNBOUNDED,
-        read_push, read_reply,
+        AskRecord, Call, Epoch, FlowId, Head, How, Kind, MAX_GRANTS, MAX_OPS, NodeId, RulesRecord, Status,
+        UNBOUNDED, read_push, read_reply,
     },
 };
 use crate::{config::TooWide, error::Cause, schedule::Rules};
@@ -246,6 +246,7 @@ fn the_numbers_are_those_of_the_document() {
         let said: u64 = row[1].trim_end_matches(" ms").parse().unwrap();
         let found = match row[2] {
             "MAX_OPS" => MAX_OPS as u64,
+            "MAX_GRANTS" => MAX_GRANTS.into(),
             "HEARTBEAT" => millis(HEARTBEAT),
             "RECOVERING" => millis(RECOVERING),
             "REAPING" => millis(REAPING),

@@ -14,8 +14,11 @@ pub(super) type FlowId = [u8; 16];
 /// Numbers without bound are this on the wire: the largest whole number that a script's doubles count to.
 pub(super) const UNBOUNDED: u64 = 1 << 53;
 
-/// The most operations of a call, and the most grants it makes.
+/// The most operations of a call.
 pub(super) const MAX_OPS: usize = 256;
+
+/// The most grants of a call from the line: each costs the script about as much as three operations.
+pub(super) const MAX_GRANTS: u32 = 64;
 
 /// What kind of call it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

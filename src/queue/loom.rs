@@ -94,7 +94,7 @@ impl Request {
 #[track_caller]
 fn assert_idle(memory: &Memory) {
     let snapshot = memory.snapshot();
-    assert_eq!((snapshot.in_flight, snapshot.waiting, snapshot.flows), (0, 0, 0));
+    assert_eq!((snapshot.in_flight, snapshot.waiting, memory.flows()), (0, 0, 0));
 }
 
 #[test]

@@ -21,7 +21,7 @@ use tower_fair_queue::{ConnectError, ConnectProblem, FairQueue, RedisConfig};
 /// Everything that a user of the server has to be allowed, for queues with the default key prefix: the keys and channels,
 /// the commands on the connection and, since a script may do what its caller may, those within the script. `AUTH` and `HELLO` need no
 /// right. On a Cluster `+ssubscribe` and `+spublish` take the place of `+subscribe` and `+publish`.
-const LEAST: [&str; 32] = [
+const LEAST: [&str; 33] = [
     "~fairq:*",
     "&fairq:*",
     "+script|load",
@@ -50,6 +50,7 @@ const LEAST: [&str; 32] = [
     "+zscore",
     "+zmscore",
     "+zrange",
+    "+zlexcount",
     "+zrangebylex",
     "+zrangebyscore",
     "+zremrangebylex",

@@ -8,16 +8,17 @@
 -- What a call changes is kept in tables and written at its end, each table in one command.
 
 
-local FLOW, NO_HEAD = '>I4ddI2I2BddI2c39', string.rep('\0', 39)
+local FLOW, NO_HEAD = '>BddI2I2ddI2c39', string.rep('\0', 39)
 
 groups[#groups + 1] = function()
-    function q.unpack_flow(id, packed)
-        local f = { id = id, n = 0, running = 0, start = 0, start_rest = 0, start_weight = 0, read = {}, at = 1 }
+    function q.unpack_flow(f)
+        f.running, f.start, f.start_rest, f.start_weight, f.read, f.at = 0, 0, 0, 0, {}, 1
+        local packed = f.packed
         if packed then
             local has_head, head, score, tag, tag_rest
-            f.n, f.running, f.start, f.start_rest, f.start_weight, has_head, score, tag, tag_rest, head =
+            has_head, f.running, f.start, f.start_rest, f.start_weight, score, tag, tag_rest, head =
                 unpack_from(FLOW, packed)
-            f.stored = true
+            f.packed = nil
             if has_head == 1 then
                 local cost, weight, level = unpack_from('>I4I2B', head, 9)
                 f.head, f.score, f.tag, f.tag_rest, f.in_heads = head, score, tag, tag_rest, true
@@ -25,21 +26,40 @@ groups[#groups + 1] = function()
                 f.seen = head -- the line is read from behind its head
             end
         end
-        flows[id] = f
+        return f
+    end
+
+    -- A flow as it is stored: enough for whoever joins a line that has a head.
+    function q.look_at_flow(id)
+        local f = flows[id]
+        if not f then
+            local packed = call('HGET', FLOWS, id)
+            f = { id = id, packed = packed, stored = packed and true }
+            flows[id] = f
+        end
         return f
     end
 
     function q.read_flow(id)
-        return flows[id] or q.unpack_flow(id, call('HGET', FLOWS, id))
+        local f = q.look_at_flow(id)
+        return f.read and f or q.unpack_flow(f)
     end
 
     function q.read_flows(ids) -- many at once, none of them twice
         if #ids > 0 then
             local packed = call('HMGET', FLOWS, unpack(ids))
             for i = 1, #ids do
-                q.unpack_flow(ids[i], packed[i])
+                local id = ids[i]
+                flows[id] = { id = id, packed = packed[i], stored = packed[i] and true }
             end
         end
+    end
+
+    function q.line_length(f)
+        if not f.count then
+            f.count = call('ZLEXCOUNT', LINES, '[' .. f.id, '(' .. f.id .. '\255') - (f.left or 0)
+        end
+        return f.count
     end
 
     function q.head_start(level)
@@ -151,7 +171,7 @@ groups[#groups + 1] = function()
                 if item and q.before(item, stored) then
                     return item.flow
                 end
-                return flows[stored.flow]
+                return q.read_flow(stored.flow)
             end
             next_stored = next_stored + 1
         end
@@ -176,9 +196,6 @@ groups[#groups + 1] = function()
     local left_tickets, left_lines = {}, {}
 
     function q.first_in_line(f)
-        if f.n == 0 then
-            return
-        end
         while true do
             local tail = f.read[f.at]
             if not tail then
@@ -241,7 +258,12 @@ groups[#groups + 1] = function()
 
     function q.take_from_line(f, tail)
         local key = sub(tail, 16)
-        f.n, st.waiting = f.n - 1, st.waiting - 1
+        st.waiting = st.waiting - 1
+        if f.count then
+            f.count = f.count - 1
+        else
+            f.left = (f.left or 0) + 1
+        end
         gone_tickets[key] = true
         left_tickets[#left_tickets + 1] = key
         left_lines[#left_lines + 1] = f.id .. tail
@@ -302,11 +324,36 @@ groups[#groups + 1] = function()
 
     function q.stand_in_line(f, ticket, key, arrival, ask)
         local n = #new_tickets
-        f.n, st.waiting = f.n + 1, st.waiting + 1
-        flows_touched[f.id] = f
+        st.waiting = st.waiting + 1
+        if f.count then
+            f.count = f.count + 1
+        end
         new_tickets[n + 1], new_tickets[n + 2] = key, f.id .. arrival .. ask
         q.add_waiting(me, 1)
         places[#places + 1] = ticket .. arrival
+    end
+
+    function q.has_line(f)
+        return f.head or ((f.stored or f.lined) and q.first_in_line(f))
+    end
+
+    function q.join_line(f, ticket, ask)
+        local arrival, key, n = q.arrive(), me .. ticket, #new_lines
+        local tail = arrival .. ask .. key
+        q.stand_in_line(f, ticket, key, arrival, ask)
+        new_lines[n + 1], new_lines[n + 2] = 0, f.id .. tail
+        if not f.read then
+            if byte(f.packed or '\0') == 1 then
+                return -- it stands behind a head, and nothing else changes
+            end
+            q.unpack_flow(f)
+        end
+        if not q.has_line(f) then
+            f.read, f.at, f.complete, f.seen, f.lined = { tail }, 1, true, nil, true
+            q.compete(f)
+        elseif f.complete then
+            f.read[#f.read + 1] = tail
+        end
     end
 
     function q.write_tickets()
@@ -369,10 +416,10 @@ groups[#groups + 1] = function()
                 scored[#scored + 1] = q.text(f.score)
                 scored[#scored + 1] = sub(f.head, 1, 8) .. id
             end
-            if f.n > 0 or f.running > 0 then
+            if f.head or f.running > 0 then -- a line without a head is that of a flow at its cap
                 packed[#packed + 1] = id
-                packed[#packed + 1] = pack(FLOW, f.n, f.running, f.start, f.start_rest, f.start_weight, f.head and 1 or 0,
-                    f.score or 0, f.tag or 0, f.tag_rest or 0, f.head or NO_HEAD)
+                packed[#packed + 1] = pack(FLOW, f.head and 1 or 0, f.running, f.start, f.start_rest, f.start_weight, f.score or 0,
+                    f.tag or 0, f.tag_rest or 0, f.head or NO_HEAD)
                 if not f.stored then
                     st.flows = st.flows + 1
                 end

@@ -110,7 +110,7 @@ function q.enqueue(ticket, flow, ask, waits)
         local units = q.clamp(cost)
         if st.in_flight + units <= open then
             f = counts and q.read_flow(flow)
-            if not counts or (f.n == 0 and f.running + units <= st.flow_cap) then
+            if not counts or (f.running + units <= st.flow_cap and not q.has_line(f)) then
                 q.arrive()
                 granted = granted + 1
                 return q.tell(me, ticket, units, q.take_units(f, me, ticket, units))
@@ -123,19 +123,9 @@ function q.enqueue(ticket, flow, ask, waits)
     if st.waiting >= st.max_waiting then
         return q.refuse(ticket, QUEUE_FULL)
     end
-    f = q.read_flow(flow)
-    if f.n >= st.max_per_flow then
+    f = q.look_at_flow(flow)
+    if st.max_per_flow < NO_BOUND and q.line_length(f) >= st.max_per_flow then
         return q.refuse(ticket, FLOW_FULL)
     end
-    local arrival, key = q.arrive(), me .. ticket
-    local tail = arrival .. ask .. key
-    local n = #new_lines
-    q.stand_in_line(f, ticket, key, arrival, ask)
-    new_lines[n + 1], new_lines[n + 2] = 0, flow .. tail
-    if f.n == 1 then
-        f.read, f.at, f.complete, f.seen = { tail }, 1, true, nil
-        q.compete(f)
-    elseif f.complete then
-        f.read[#f.read + 1] = tail
-    end
+    q.join_line(f, ticket, ask)
 end

@@ -163,8 +163,8 @@ groups[#groups + 1] = function()
             heads[i], heads[i + 1] = q.text(tonumber(heads[i + 1]) - by), heads[i]
         end
         for i = 2, #stored, 2 do
-            local n, running, start, rest, weight, has_head, score, tag, tag_rest, head = unpack_from(FLOW, stored[i])
-            stored[i] = pack(FLOW, n, running, start - by, rest, weight, has_head, score - by, tag - by, tag_rest, head)
+            local has_head, running, start, rest, weight, score, tag, tag_rest, head = unpack_from(FLOW, stored[i])
+            stored[i] = pack(FLOW, has_head, running, start - by, rest, weight, score - by, tag - by, tag_rest, head)
         end
         q.call_many('ZADD', HEADS, heads)
         q.call_many('HSET', FLOWS, stored)

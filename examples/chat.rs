@@ -61,7 +61,8 @@ One queue over several servers, where it is built with `--features redis`:
 
   --redis URL           the server that keeps the queue, such as redis://127.0.0.1:6379
   --outage POLICY       while it is out of reach: wait, reject, local or admit [local]
-  --lease-lost POLICY   answers of a server that could not renew its lease: continue or abort [continue]
+  --lease-lost POLICY   answers of a server that could not renew its lease: continue, or abort, which
+                        needs --outage wait or reject [continue]
   --lease TIME          how long a silent server keeps its permits, from 5s on [10s]
 
 TIME is a whole number with its unit: 500ms, 20s or 1m.";

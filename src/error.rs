@@ -146,7 +146,7 @@ impl AcquireError {
         self.cause
     }
 
-    /// How long the ask stood in line; zero where it was refused at once.
+    /// How long the ask stood in line, with Redis also until the answer; zero where the answer was there at once.
     #[must_use]
     pub fn waited(&self) -> Duration {
         self.waited
@@ -276,7 +276,9 @@ pub struct ConnectError {
 #[cfg(feature = "redis")]
 impl ConnectError {
     pub(crate) fn new(problem: ConnectProblem, detail: impl fmt::Display) -> Self {
-        Self { problem, detail: detail.to_string(), breaks: false }
+        // Some texts of the client's go over lines.
+        let detail = detail.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
+        Self { problem, detail, breaks: false }
     }
 
     /// Says what else it may be: of two sides of which one speaks TLS, either waits for ever or hangs up.

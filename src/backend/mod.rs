@@ -52,6 +52,9 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync + 'static {
         false
     }
 
+    /// A ticket of this backend's is polled, and waits on. A backend whose task has ended with its runtime goes on in this one.
+    fn attend(&self) {}
+
     /// The queue's numbers at one instant, as far as this process knows them.
     fn snapshot(&self) -> Snapshot;
 

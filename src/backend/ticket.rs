@@ -115,6 +115,14 @@ impl Ticket {
         }
     }
 
+    /// Has whoever waits look again, though nothing has changed for the ticket itself.
+    #[cfg(feature = "redis")]
+    pub(crate) fn nudge(self: &Arc<Self>, wake: &mut WakeList) {
+        if self.state.load(Ordering::Acquire) & LISTENED != 0 {
+            wake.push(Arc::clone(self));
+        }
+    }
+
     #[inline]
     pub(crate) fn is_revoked(&self) -> bool {
         self.state.load(Ordering::Acquire) & REVOKED != 0

@@ -257,13 +257,9 @@ impl RedisConfig {
         if urls.is_empty() {
             return Err(ConfigError::new("redis.servers", "none", "at least one URL"));
         }
-        // The text of a URL is never shown: it may hold a password.
-        urls.iter().try_for_each(|url| {
-            crate::backend::check_url(
-                url,
-                self.root_certificates.is_some() || self.client_certificate.is_some(),
-            )
-        })
+        let certificates = self.root_certificates.is_some() || self.client_certificate.is_some();
+        let cluster = matches!(self.servers, Servers::Cluster(_));
+        urls.iter().try_for_each(|url| crate::backend::check_url(url, certificates, cluster))
     }
 }
 
@@ -340,7 +336,13 @@ mod tests {
         refused(valid().lease_lost(LeaseLost::Abort), "redis.lease_lost", "LeaseLost::Abort");
         refused(RedisConfig::cluster(Vec::<String>::new()), "redis.servers", "none");
         refused(RedisConfig::sentinel("", ["redis://127.0.0.1"]), "redis.sentinel.service", "nothing");
-        refused(RedisConfig::new("http://127.0.0.1"), "redis.url", "not shown");
+        refused(
+            RedisConfig::new("http://127.0.0.1"),
+            "redis.url",
+            "a text that is not shown, as it may hold a password",
+        );
+        refused(RedisConfig::new("redis://127.0.0.1/-1"), "redis.url", "database -1");
+        refused(RedisConfig::cluster(["redis://127.0.0.1/3"]), "redis.url", "database 3");
         refused(valid().root_certificates("not PEM"), "redis.root_certificates", "no PEM certificate");
         refused(
             valid().client_certificate("not PEM", "nor this"),

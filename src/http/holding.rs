@@ -49,7 +49,10 @@ impl Holding {
 
     /// As [`is_revoked`](Self::is_revoked); if not, the task is woken when it is.
     pub(super) fn poll_revoked(&self, cx: &Context<'_>) -> bool {
-        self.permit.as_ref().is_some_and(|permit| permit.ticket().poll_revoked(cx))
+        self.permit.as_ref().is_some_and(|permit| {
+            permit.shared().backend.attend();
+            permit.ticket().poll_revoked(cx)
+        })
     }
 
     #[inline]

@@ -125,6 +125,7 @@ impl Wait {
         // The grant is looked at first: one that comes with the deadline is not thrown away.
         let answer = match ticket.poll_phase(cx) {
             Phase::Pending => {
+                self.shared().backend.attend();
                 ready!(sleep.as_pin_mut().expect("a waiting ticket has its deadline").poll(cx));
                 if ticket.time_out() { Err(Cause::TimedOut) } else { decided(ticket.phase()) }
             }

@@ -125,7 +125,8 @@ impl FairQueue {
         Self::with_backend(config, backend)
     }
 
-    /// Makes a queue and waits until it grants: the server is reached and of a version that will do, the user has the rights
+    /// Makes a queue and waits until it grants; a queue's very first start takes about 2 s, and its capacity then opens over the
+    /// [`ramp`](crate::RedisConfig::ramp), as it does whenever no process was attached for a while. The server is reached and of a version that will do, the user has the rights
     /// it needs, and what other processes hold is known. A queue in memory is ready at once.
     ///
     /// # Errors
@@ -289,7 +290,8 @@ impl fmt::Debug for Shared {
 }
 
 /// A queue's numbers at one instant. Those of a queue in memory are read under one lock; of a queue in Redis, those of the
-/// whole queue are as of this process's last call, at most a second ago while Redis answers.
+/// whole queue are as of this process's last call, at most a second ago while Redis answers, and from before while it does not; those
+/// of this process are always its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Stats {

@@ -49,7 +49,14 @@ impl Permit {
     ///
     /// May be dropped and called again at will. One task at a time is told: the one that polled last.
     pub async fn revoked(&self) {
-        poll_fn(|cx| if self.held.ticket.poll_revoked(cx) { Poll::Ready(()) } else { Poll::Pending }).await;
+        poll_fn(|cx| {
+            if self.held.ticket.poll_revoked(cx) || self.is_revoked() {
+                return Poll::Ready(());
+            }
+            self.held.shared.backend.attend();
+            Poll::Pending
+        })
+        .await;
     }
 
     pub(crate) fn ticket(&self) -> &Arc<Ticket> {

@@ -372,8 +372,11 @@ struct Running(Arc<Core>);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.0.change(|node, _| node.abandoned());
-        self.0.running.store(false, Ordering::Release);
+        self.0.change(|node, wake| {
+            // Under the lock, so that the next engine finds the node as this one leaves it.
+            node.abandoned(wake);
+            self.0.running.store(false, Ordering::Release);
+        });
     }
 }
 

@@ -413,20 +413,23 @@ impl From<ConnectError> for Refused {
 }
 
 /// Whether a URL is one; its text stays out of the error, as it may hold a password.
-pub(crate) fn check_url(url: &str, certificates: bool) -> Result<(), ConfigError> {
-    let bound = "redis://, rediss:// or unix:// with a host or path, and a number from 0 as database";
-    let Ok(info) = url.into_connection_info() else {
-        return Err(ConfigError::new("redis.url", "not shown", bound));
-    };
-    let tls = matches!(info.addr(), ConnectionAddr::TcpTls { .. });
-    if tls && cfg!(not(feature = "redis-tls")) {
-        return Err(ConfigError::new(
-            "redis.url",
-            "rediss://",
-            "redis:// or unix:// without the feature `redis-tls`",
-        ));
+pub(crate) fn check_url(url: &str, certificates: bool, cluster: bool) -> Result<(), ConfigError> {
+    let hidden = "a text that is not shown, as it may hold a password";
+    let bound = "redis://, rediss:// or unix:// with a host or path, and as database a number from 0";
+    let wants_tls = ["rediss://", "valkeys://"].iter().any(|scheme| url.starts_with(scheme));
+    if wants_tls && cfg!(not(feature = "redis-tls")) {
+        let bound = "redis:// or unix://, as the feature `redis-tls` is not on";
+        return Err(ConfigError::new("redis.url", "rediss://", bound));
     }
-    if certificates && !tls {
+    let Ok(info) = url.into_connection_info() else {
+        return Err(ConfigError::new("redis.url", hidden, bound));
+    };
+    let database = info.redis_settings().db();
+    if database < 0 || (cluster && database > 0) {
+        let bound = if cluster { "database 0, the only one of a Cluster" } else { "a database from 0" };
+        return Err(ConfigError::new("redis.url", format_args!("database {database}"), bound));
+    }
+    if certificates && !matches!(info.addr(), ConnectionAddr::TcpTls { .. }) {
         return Err(ConfigError::new("redis.url", "not rediss://", "rediss:// where certificates are given"));
     }
     Ok(())

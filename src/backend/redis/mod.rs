@@ -110,6 +110,10 @@ impl Backend for Redis {
         self.change(|node, wake| node.revoke(wake));
     }
 
+    fn attend(&self) {
+        self.core.run();
+    }
+
     fn lease_is_lost(&self) -> bool {
         self.core.lease_is_lost()
     }

@@ -701,10 +701,14 @@ impl Node {
         }
     }
 
-    /// The runtime has ended. Nothing is wanted of Redis until there is another.
-    pub(super) fn abandoned(&mut self) {
+    /// The engine's runtime has ended, and nothing is wanted of Redis until there is another. Whoever waits on one that goes on is
+    /// woken, to start the engine there.
+    pub(super) fn abandoned(&mut self, wake: &mut WakeList) {
         self.take_back();
         self.trouble = None;
+        for entry in self.entries.values() {
+            entry.ticket.nudge(wake);
+        }
     }
 
     /// The call under way has to be told again by a restate. When it was sent.

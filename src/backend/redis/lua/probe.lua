@@ -8,6 +8,11 @@
 
 local key, missing = KEYS[1], {}
 
+local function clean() -- by whichever of the two is allowed
+    redis.pcall('DEL', key)
+    redis.pcall('UNLINK', key)
+end
+
 local function try(command, ...)
     local result = redis.pcall(command, ...)
     if type(result) == 'table' and result.err then
@@ -21,7 +26,7 @@ try('DEL', key)
 try('TIME')
 try('SET', key, 'v')
 try('GET', key)
-redis.pcall('DEL', key)
+clean()
 try('HSET', key, 'f', 'v')
 try('HGET', key, 'f')
 try('HMGET', key, 'f')
@@ -29,12 +34,12 @@ try('HGETALL', key)
 try('HLEN', key)
 try('HSCAN', key, '0', 'COUNT', 1)
 try('HDEL', key, 'f')
-redis.pcall('DEL', key)
+clean()
 try('SADD', key, 'm')
 try('SCARD', key)
 try('SMEMBERS', key)
 try('SREM', key, 'm')
-redis.pcall('DEL', key)
+clean()
 try('ZADD', key, 0, 'm')
 try('ZCARD', key)
 try('ZSCORE', key, 'm')
@@ -45,6 +50,6 @@ try('ZRANGEBYLEX', key, '-', '+', 'LIMIT', 0, 1)
 try('ZRANGEBYSCORE', key, '-inf', '+inf', 'LIMIT', 0, 1)
 try('ZREMRANGEBYLEX', key, '[a', '(b')
 try('ZREM', key, 'm')
-redis.pcall('DEL', key)
+clean()
 try(ARGV[1], ARGV[2], '')
 return missing

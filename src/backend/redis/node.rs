@@ -88,6 +88,9 @@ pub(super) struct Node {
     closed: Option<Cause>,
     outage: bool,
     left_outage: bool,
+    /// The server's memory was full at the last call that would have grown it. Until one has gone through, what is new goes in
+    /// calls of its own, so that no end is refused with it.
+    full: bool,
     /// Since when Redis has been wanted and not heard.
     trouble: Option<Duration>,
     local: Option<Local>,
@@ -207,6 +210,7 @@ impl Node {
             closed: None,
             outage: false,
             left_outage: false,
+            full: false,
             trouble: None,
             local: None,
             lost_pushes: 0,
@@ -484,6 +488,7 @@ impl Node {
         let enqueued =
             self.under_way.as_mut().map(|call| std::mem::take(&mut call.enqueued)).unwrap_or_default();
         self.take_back();
+        self.full = true;
         for number in enqueued {
             self.refused(number, Cause::Unavailable, wake);
         }
@@ -561,7 +566,9 @@ impl Node {
             let mut untold = std::mem::take(&mut self.untold);
             self.write_held(&mut call, &mut untold);
             self.untold = untold;
+            let alone = self.full && call.ops() > 0;
             while call.ops() < MAX_OPS
+                && !alone
                 && let Some(number) = self.unsent.pop_front()
             {
                 if let Some(entry) = self.entries.get_mut(&number)
@@ -649,6 +656,7 @@ impl Node {
         for (&number, entry) in &self.entries {
             match entry.stage {
                 Stage::Held { .. } => held.push(number),
+                Stage::Unsent if self.full => {}
                 Stage::Unsent => waiting.push((u64::MAX, number)),
                 // Without a number it was told last.
                 Stage::Waiting { arrival: 0 } => waiting.push((u64::MAX - 1, number)),
@@ -657,7 +665,9 @@ impl Node {
         }
         held.sort_unstable_by(|a, b| b.cmp(a));
         waiting.sort_unstable_by(|a, b| b.cmp(a));
-        self.unsent.clear();
+        if !self.full {
+            self.unsent.clear();
+        }
         self.untold.clear();
         self.list_from = None;
         let waiting = waiting.into_iter().map(|(_, number)| number).collect();
@@ -753,6 +763,7 @@ impl Node {
             return Heard::Fine;
         }
         self.attached = true;
+        self.full &= under_way.enqueued.is_empty();
         self.leave_outage();
         if matches!(under_way.kind, Kind::Restate | Kind::RestateOn) {
             (self.epoch, self.version) = (reply.epoch, reply.version);
